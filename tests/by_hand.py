@@ -11,9 +11,8 @@ import torch
 import transformers
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
-from scale_surgery.modeling.expanded_model import make_blocks
-from scale_surgery.modeling.expanded_modules import expand_module
-from scale_surgery.modeling.expanded_paths import Call, Paths, Running
+from scale_surgery.modeling.expanded_modules import expand_module, make_blocks
+from scale_surgery.modeling.expanded_paths import ActiveExpansions, Context, Paths
 from scale_surgery.modeling.expanded_paths import Path as ModelPath
 
 
@@ -49,7 +48,7 @@ def expand_alone(module: Any, kind: str, fork: int | None = 0, **sizes: Any) -> 
     # `fork` is the first layer with W12, None where there is none; `sizes` are what a specification of that kind says,
     # `collaborative` where W12 exists, and `dtype`
     paths = Paths((ModelPath(DEFAULT_NAME),), {DEFAULT_NAME: fork}, 1)
-    expand_module(module, kind, Running(Call(paths)), 0)
+    expand_module(module, kind, ActiveExpansions(Context(paths)), 0)
     plan = {"widths": {"up_inner_width": sizes.get("up_in", 0), "up_width": 0}, "dtype": sizes.get("dtype")}
     spec = {"kind": kind, "group": kind * bool(sizes.get("collaborative")), **sizes}
     module.expansions[DEFAULT_NAME] = make_blocks(module, plan, spec, {}, [kind])

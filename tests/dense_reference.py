@@ -17,17 +17,15 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
-from scale_surgery.modeling.expanded_attention import ExpandedAttention
-from scale_surgery.modeling.expanded_modules import (
+from scale_surgery.modeling.expanded_blocks import (
     EmbeddingBlocks,
-    ExpandedModule,
     HeadBlocks,
     LinearBlocks,
     NormBlocks,
     PassingBlocks,
     SameBlocks,
-    stock_class,
 )
+from scale_surgery.modeling.expanded_modules import ExpandedAttention, ExpandedModule, stock_class
 from tests.families import FAMILIES
 
 JOINT_ATTENTION = "joint_attention_of_a_test"

@@ -32,9 +32,7 @@ OTHER_WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".onnx")
 CODE_FILES = (
     "configuration_scale.py",
     "modeling_scale.py",
-    "expanded_attention.py",
-    "expanded_loading.py",
-    "expanded_mixture.py",
+    "expanded_blocks.py",
     "expanded_model.py",
     "expanded_modules.py",
     "expanded_paths.py",
@@ -42,9 +40,7 @@ CODE_FILES = (
     "expanded_routers.py",
     "expanded_routing.py",
     "expanded_shapes.py",
-    "expanded_state.py",
     "expanded_stock.py",
-    "expanded_streams.py",
 )
 
 # code files that every fused checkpoint carries

@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from scale_surgery.planning.architecture import Architecture
 
 FOLDER = Path(__file__).parent
-# what stands before the model type of a base model, in names of files and, capital, of classes; and what that model is
+# prefix of model types, of names of files and, capitalised, of classes; and the form of such a model
 CODES = {"scale": "expanded", "fused": "fused"}
-# the widest first: a model that sees images is saved with what sees them
+# the widest first: a model that sees images is saved with its image modules
 AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
 
 
 def code_text(file: str) -> str:
-    """Text of one exported code file."""
+    """Read the text of an exported code file."""
     return (FOLDER / file).read_text(encoding="utf-8")
 
 
 def code_texts(architecture: Architecture, files: Iterable[str]) -> dict[str, str]:
-    """Texts of code files that an expanded or a fused model carries, by their names."""
+    """Return the texts of the code files of an expanded or a fused model, by their names."""
     return {file: own_code_text(architecture, file) if file in OWN_CODE_FILES else code_text(file) for file in files}
 
 
 def own_code_text(architecture: Architecture, file: str) -> str:
-    """The code file that names the base's own classes: transformers takes along what a file imports."""
+    """Make the code file that imports the base's own classes, so that transformers takes their files along."""
     code = dict(zip(OWN_CODE_FILES, CODES, strict=True))[file]
     prefix = code.capitalize()
     config, classes = architecture.config_class, dict(architecture.own_code)
@@ -52,12 +52,12 @@ def own_code_text(architecture: Architecture, file: str) -> str:
 
 
 def code_hash(file: str) -> str:
-    """sha256 of one exported code file."""
+    """Compute the sha256 of an exported code file."""
     return hashlib.sha256((FOLDER / file).read_bytes()).hexdigest()
 
 
 def is_ours(file: str, digest: str, architecture: Architecture) -> bool:
-    """Whether a code file, by its name and sha256, is that of this release."""
+    """Return whether a code file, by its name and sha256, is that of this release."""
     if file in OWN_CODE_FILES:
         if not architecture.own_code:
             return False
@@ -66,13 +66,13 @@ def is_ours(file: str, digest: str, architecture: Architecture) -> bool:
 
 
 def block_names() -> tuple[str, ...]:
-    """Last parts of the names of tensors that an expansion adds."""
+    """List the last parts of the names of an expansion's tensors."""
     kinds: Any = import_module(f"{__name__}.expanded_modules").KINDS
     return tuple(dict.fromkeys(name for _, blocks in kinds.values() for name in blocks.group_of))
 
 
 def auto_map(architecture: Architecture, code: str = "scale") -> dict[str, str]:
-    """The `auto_map` of config.json of an expanded or a fused model: local files only."""
+    """Make the `auto_map` of config.json of an expanded or a fused model; it names local files only."""
     prefix = code.capitalize()
     if architecture.own_code:
         named = {auto_class: f"{prefix}{path.partition('.')[2]}" for auto_class, path in architecture.own_code.items()}
@@ -90,20 +90,20 @@ def auto_map(architecture: Architecture, code: str = "scale") -> dict[str, str]:
 
 
 def architectures(architecture: Architecture, code: str = "scale") -> list[str]:
-    """The `architectures` of config.json of an expanded or a fused model."""
+    """Make the `architectures` of config.json of an expanded or a fused model."""
     names = auto_map(architecture, code)
     widest = next(name for name in AUTO_CLASSES if name in names)
     return [names[widest].partition(".")[2]]
 
 
 def stock_type(model_type: object) -> str:
-    """Model type of the base of a model, by its own model type."""
+    """Return the model type of the base of a model, by its own model type."""
     code, _, base_type = str(model_type).partition("_")
     return base_type if code in CODES else str(model_type)
 
 
 def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
-    """The classes of the expanded form of a model by auto class, AutoConfig included, for use in this process alone."""
+    """Make the classes of an expanded model by auto class, AutoConfig included, for use in this process alone."""
     config_of, model_of = _makers("scale")
     return {
         "AutoConfig": config_of(config),
@@ -112,18 +112,18 @@ def expanded_classes(stock: Mapping[str, type], config: type) -> dict[str, Any]:
 
 
 def model_classes(architecture: Architecture) -> dict[str, Any]:
-    """Auto class to class of the expanded model, AutoConfig included, from this package."""
+    """Find the classes of an expanded model in this package by auto class, AutoConfig included."""
     classes = {}
     for auto_class, name in auto_map(architecture).items():
         module, _, class_name = name.partition(".")
         classes[auto_class] = getattr(import_module(f"{__name__}.{module}"), class_name)
-        # a model that is saved takes its code along, as one that was loaded as remote code does
+        # a saved model takes its code along, as one that was loaded as remote code does
         classes[auto_class].register_for_auto_class(auto_class)
     return classes
 
 
 class _ExpandedConfigs(dict[str, Any]):
-    """Configuration classes by model type; those of expanded and fused models are made when they are asked for."""
+    """Configuration classes by model type; those of expanded and fused models are made on the first look-up."""
 
     def __contains__(self, key: object) -> bool:
         from transformers import CONFIG_MAPPING
@@ -137,13 +137,13 @@ class _ExpandedConfigs(dict[str, Any]):
 
 
 def is_part(stock: Any, stock_config: Any) -> bool:
-    """Whether a class is that of the language model inside a larger one, for which transformers lists it too."""
+    """Return whether a class is the language model inside a larger one; transformers may list it for the larger one."""
     # such as Qwen3_5ForCausalLM, which transformers lists for Qwen3_5Config
     return getattr(stock, "config_class", None) in stock_config.sub_configs.values()
 
 
 def _register_type(base_type: str, code: str) -> Any:
-    """Register a form of each stock class that loads models of a type; returns that of the configuration."""
+    """Register the forms of all stock classes of a model type; return that of the configuration."""
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     stock_config, (config_of, model_of) = CONFIG_MAPPING[base_type], _makers(code)
@@ -160,7 +160,7 @@ def _register_type(base_type: str, code: str) -> Any:
 
 
 def _makers(code: str) -> tuple[Any, Any]:
-    """The functions that make configuration and model classes of stock ones."""
+    """Import the functions that make configuration and model classes of stock ones."""
     configuration: Any = import_module(f"{__name__}.configuration_{code}")
     modeling: Any = import_module(f"{__name__}.modeling_{code}")
     return configuration.config_of, modeling.model_of

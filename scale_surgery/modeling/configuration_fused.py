@@ -1,17 +1,17 @@
 """Configurations of fused models, each made of a stock one when its name is asked for.
 
-`FusedQwen3Config` says what a server reads of the whole model: a hidden size, and numbers of heads, of base and
-expansion together. Stock classes refuse some of these numbers, so it is none of them; but it has every value of one.
-Its key `scale_surgery` is that of the expanded model (`configuration_scale`), with a few more keys:
+`FusedQwen3Config` has the numbers of the whole model for a server, such as the hidden size and the heads of base and
+expansion together. Stock classes refuse some of these numbers, so it is no subclass of one; but it has every value of
+one. Its key `scale_surgery` is that of the expanded model (`configuration_scale`), with a few more keys:
 
-    stock               values of the base's config.json that are others here; null where it has none
-    expansions          of the only one
+    stock               values of the base's config.json that differ here; null if the base has none
+    expansions          a list with one entry
         fused               true
-        first_wide_layer    the first layer whose input has an up stream; -1 where the embedding has it already
-        own_columns         of an embedding that is also the head, as it is in the base: its last columns, which the
+        first_wide_layer    the first layer whose input has an up stream; -1 if the embedding has it already
+        own_columns         if the embedding is also the head, as in the base: the number of its last columns, which the
                             head does not read; null if the head is a matrix of its own
-        fork                the first layer that two paths pass through; null where there is one path
-    gram                of two paths: rows of the matrix by which the last norm decides
+        fork                the first layer that two paths pass through; null if there is one path
+    gram                with two paths: rows of the matrix by which the last norm decides
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .expanded_releases import warn_of_old_release
 
 
 def config_of(stock: type, module: str = "") -> type:
-    """The configuration of a fused model.
+    """Make the configuration class of a fused model.
 
     Args:
         stock: Configuration class of the base model.
-        module: Where the class is found if not here; a model that is saved takes the files of that module along.
+        module: Module of the class if not this one; a saved model takes the files of that module along.
     """
     return _make_config(stock, module or __name__)
 
@@ -52,7 +52,7 @@ def _make_config(stock: Any, module: str) -> type:
             parts = {name for name, value in known.items() if isinstance(value, PretrainedConfig)}
             values = {name: value for name, value in values.items() if name not in parts}
             settings = known | values
-            # the base class knows fewer types of layers than some stock ones, and reads them for what layers differ in
+            # the base class reads types of layers for differences between layers, and knows fewer than some stock ones
             late = {
                 name: settings.pop(name) for name in (*LATE, *map(stock.attribute_map.get, LATE)) if name in settings
             }
@@ -61,8 +61,7 @@ def _make_config(stock: Any, module: str) -> type:
                 setattr(self, name, value)
 
         def __getattr__(self, name: str) -> Any:
-            # what the stock class has and this one has not; what it computes, such as types of layers, it computes of
-            # the base's values
+            # an attribute of the stock class; one that it computes, such as types of layers, is of the base's values
             key = stock.attribute_map.get(name, name)
             attribute = MISSING if key.startswith("_") else getattr(stock, key, MISSING)
             if attribute is MISSING or "scale_surgery" not in vars(self):
@@ -71,7 +70,7 @@ def _make_config(stock: Any, module: str) -> type:
             return getattr(self.stock_config(), name) if is_computed else attribute
 
         def stock_config(self) -> Any:
-            """The configuration of the stock model that is widened."""
+            """Make the configuration of the stock model that is widened."""
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             if "_heterogeneity_spec" in vars(self):
                 values["per_layer_config"] = self.to_dict()["per_layer_config"]
@@ -84,8 +83,8 @@ def _make_config(stock: Any, module: str) -> type:
             return inside
 
     def make_stock(values: dict[str, Any], specs: dict[str, Any] | None) -> Any:
-        """The stock configuration of these values, those of the base in place of others."""
-        # transformers 4 compares a configuration with one of defaults alone
+        """Make the stock configuration of these values, with those of the base where they differ."""
+        # transformers 4 makes a configuration without values to compare with
         base_values = {} if specs is None else specs["stock"]
         stock_values = {name: value for name, value in values.items() if name not in (*OURS, *base_values)}
         stock_values |= {name: value for name, value in base_values.items() if value is not None}
@@ -100,9 +99,9 @@ def _make_config(stock: Any, module: str) -> type:
 
 
 MISSING = object()
-# what is set when all else is; transformers reads rotary settings of several types of layers by `layer_types`
+# set after all others; transformers reads rotary settings of several types of layers by `layer_types`
 LATE = ("layer_types", "mlp_layer_types", "per_layer_config", "rope_parameters")
-# what a class says of its models; none says all of it
+# class attributes that describe models; no stock class has all of them
 SAID: tuple[str, ...] = ("attribute_map", "sub_configs", "keys_to_ignore_at_inference")
 SAID += tuple(f"base_model_{kind}_plan" for kind in ("tp", "pp", "ep", "fsdp"))
 # keys that a stock configuration does not have, or gives to transformers itself

@@ -2,25 +2,25 @@
 
 `ScaleQwen3Config` is made of `Qwen3Config`. It has one more key, `scale_surgery`:
 
-    base                what all paths pass through
+    base                the modules through which all paths pass
         hidden              width of the hidden state
         base_model, layers, last      names of the module that holds the layers, of these in it, and of its last norm
-        kind_of_layer, kinds          layers may be of several kinds: the kind of each, and what is said of a kind:
+        kind_of_layer, kinds          layers may be of several kinds: the kind of each layer, and for each kind
             modules                       a module's name: its kind, and widths of the parts of a fused projection
-            attention                     an attention module's name: its heads, and what says how many there are
-        not_loaded              paths of tensors in the base's files that its class does not load, if there are any
-        softcap, softcap_key          what caps the logits, and the key that says so in the config
-    expansions          a list; of each expansion
+            attention                     an attention module's name: its heads, and the names of numbers of heads
+        not_loaded              paths of tensors in the base's files that its class does not load, if any
+        softcap, softcap_key          the cap of the logits, and its key in the config
+    expansions          a list with an entry for each expansion
         name, dtype
-        expanded_layers     the layers that are widened
-        collaborative       layers that have a W12, and the groups of linears in them that do
-        widths              what is added: up_width to the hidden state, up_kv_heads, up_inner_width to an MLP
-        model, head         modules outside the layers: a module's name, and what the expansion adds to it
-        expanded, passing, attention  the same of a layer that is widened, of one that is not, and new heads; where
-                            layers are of several kinds, `kinds` and `kind_of_layer` as above
-        enter               "hook" where up streams begin before the first layer, and not beside the embedding
-        problems            why its path cannot run beside others
-        origin              what it was made of; nothing here reads it
+        expanded_layers     the widened layers
+        collaborative       layers with W12, and the groups of linears in them that have it
+        widths              the added widths: up_width of the hidden state, up_kv_heads, up_inner_width of an MLP
+        model, head         modules outside the layers: a module's name, and its additions
+        expanded, passing, attention  additions to a widened layer, to another layer, and new heads; if layers are of
+                            several kinds, `kinds` and `kind_of_layer` as above
+        enter               "hook" if up streams enter before the first layer, and not beside the embedding
+        problems            reasons why its path cannot run beside others
+        origin              how it was made; no code here reads it
     router              the router's name and numbers, if there is one
 """
 
@@ -36,13 +36,13 @@ from .expanded_releases import warn_of_old_release
 
 
 def find_stock_class(name: str, kind: type, module: str, prefix: str = "Scale") -> Any:
-    """The class of transformers that a class of ours is made of.
+    """Find the class of transformers of which one of our classes is made.
 
     Args:
-        name: Name of our class: the prefix, and the name of the stock class.
-        kind: What it has to be, a configuration or a model.
-        module: Module that was asked for it.
-        prefix: What stands before the name of the stock class.
+        name: Name of our class: the prefix and the name of the stock class.
+        kind: Class that it has to be a subclass of, of configurations or models.
+        module: Module that was asked for our class.
+        prefix: Prefix before the name of the stock class.
 
     Raises:
         AttributeError: If there is none.

@@ -1,4 +1,4 @@
-"""The mixin before a stock model class: one base, any number of named expansions, and a choice of what runs."""
+"""The mixin before a stock model class: one base, any number of named expansions, and a choice of paths."""
 
 from __future__ import annotations
 
@@ -13,92 +13,64 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .expanded_attention import ExpandedAttention, Heads, expand_attention
-from .expanded_loading import LoadedModel
-from .expanded_modules import KINDS, Blocks, expand_module, expanded_modules, twin
-from .expanded_paths import BASE, Call, Parting, Path, Paths, Running, memo, parting, streams_of_groups
+from .expanded_blocks import Blocks
+from .expanded_modules import (
+    ExpandedAttention,
+    expand_attention,
+    expand_module,
+    expanded_modules,
+    make_blocks,
+    new_heads,
+)
+from .expanded_paths import BASE, ActiveExpansions, Context, Fork, Path, Paths, fork_before, memo, streams_of_groups
 from .expanded_releases import count_tokens, find_cache
 from .expanded_routers import Router, make_router
-from .expanded_routing import Features, TokenScores, route, score_tokens
-from .expanded_shapes import shapes_of
-from .expanded_state import RouterCall
+from .expanded_routing import Features, RouterContext, TokenScores, route, score_tokens, select
 from .expanded_stock import (
     MOST_NAMED,
+    StrictlyLoaded,
     View,
     adds_features,
     find_base_model,
     find_module,
     specs_of,
+    twin,
     wide_features,
 )
 
 A_NAME_A_ROW = "Give expansion_names=, a name or None for each row."
 
 
-class Choice(NamedTuple):
-    """What was chosen to run."""
+class PathChoice(NamedTuple):
+    """A choice of the paths to run."""
 
-    names: tuple[str, ...] = ()  # expansions that take part; none for the base
-    router: Router | None = None  # what weighs the base and these, or None
-    # the expansion of each row of a batch, None for the base's; empty where all rows are alike
+    names: tuple[str, ...] = ()  # active expansions; none for the base
+    router: Router | None = None  # weighs the base and these expansions
+    # the expansion of each row of a batch, None for the base; empty if all rows run the same path
     rows: tuple[str | None, ...] = ()
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The paths that run for it."""
+        """Return the chosen paths."""
         if self.router is not None:
             return self.router.paths(self.names)
         return (BASE, *map(Path, self.names)) if self.rows or not self.names else (Path(self.names[0]),)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a KV cache belongs to."""
+        """Return the key under which a KV cache is valid."""
         return self.names, bool(self.rows), self.router
 
 
-def up_in(plan: dict[str, Any], spec: dict[str, Any], attention: dict[str, Any]) -> int:
-    """How wide the up stream is that a module reads, in features or heads.
-
-    Args:
-        plan: What config.json says of the expansion.
-        spec: What it says of the module.
-        attention: What it says of the attention of the layer.
-    """
-    if "in_features" in spec:
-        return spec["in_features"][1]
-    if spec["kind"] in ("norm", "head", "block"):
-        return spec["up"]
-    if spec["kind"] == "activation":
-        return plan["widths"]["up_inner_width"]
-    if spec["kind"] == "head_norm":
-        heads = next(iter(attention.values()))
-        new = new_heads(plan, heads)
-        return new.heads if spec["heads"] == heads["heads"] else new.kv_heads
-    return plan["widths"]["up_width"] if spec["kind"] == "passing" and spec["base"] is not None else 0
-
-
-def new_heads(plan: dict[str, Any], spec: dict[str, Any]) -> Heads:
-    """The heads that an expansion adds to a layer."""
-    kv_heads = plan["widths"]["up_kv_heads"]
-    return Heads(kv_heads * (spec["heads"] // spec["kv_heads"]), kv_heads)
-
-
-def make_blocks(module: nn.Module, plan: dict, spec: dict, attention: dict, w12_groups: list) -> Blocks:
-    """Make what an expansion adds to a module."""
-    blocks: Blocks = KINDS[spec["kind"]][1](module, spec, up_in(plan, spec, attention))
-    has_bias, has_w12 = getattr(module, "bias", None) is not None, spec.get("group") in w12_groups
-    rows = len(module.weight) if spec["kind"] in ("embedding", "head") else 0
-    is_gated = plan.get("variant") == "gated"
-    blocks.add_tensors(plan["dtype"], shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12, is_gated=is_gated))
-    return blocks
-
-
-class ExpandedPreTrainedModel(LoadedModel):
+class ExpandedPreTrainedModel(StrictlyLoaded):
     """Mixin before a stock model class: several expansions of it, each under its name.
 
-    `config.scale_surgery` says of the base through what its paths pass, of each expansion what it adds where, and how
-    a router weighs them.
+    `config.scale_surgery` has the base's modules through which paths pass, the additions of each expansion, and the
+    router. See `configuration_scale`.
     """
+
+    # set if a quantised base was expanded in memory
+    is_base_quantised = False
 
     def __init__(self, config, *args, **kwargs):
         with stock_values(config):
@@ -112,31 +84,31 @@ class ExpandedPreTrainedModel(LoadedModel):
         self.freeze_base()
 
     def let_paths_through(self) -> None:
-        """Let paths pass through the modules of a stock model; it has no expansion yet."""
+        """Let paths pass through the modules of a stock model, which has no expansion yet."""
         facts = self.config.scale_surgery["base"]
         self.facts, self.plans = facts, {}
         self.with_new_tokens = ""  # the expansion that adds tokens, if there is one
-        # of the base stream, by the empty name, and of the up stream of each expansion; before the first layer, some
-        # have not entered
+        # of the base stream, under the empty name, and of the up stream of each expansion; before the first layer, some
+        # up streams have not entered
         self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
         self.known_paths: dict[tuple[Path, ...], Paths] = {}
-        self.known_partings: dict[Paths, list[Parting | None]] = {}
+        self.known_forks: dict[Paths, list[Fork | None]] = {}
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
         self.layer_count = len(layers)
-        self.running = Running(self._call(Choice()))
+        self.active = ActiveExpansions(self._context(PathChoice()))
         separate(layers)
         for index, layer in enumerate(layers):
             specs = specs_of(facts, index)
             for name, spec in specs["modules"].items():
                 self._expand(layer, name, spec, index)
             for name, heads in specs["attention"].items():
-                expand_attention(layer.get_submodule(name), heads, self.running, index)
+                expand_attention(layer.get_submodule(name), heads, self.active, index)
             layer.register_forward_pre_hook(partial(self._rearrange, index), with_kwargs=True)
         self._expand(base_model, facts["last"], {"kind": "last"}, len(layers)).stream_widths = self.stream_widths
         head = self.get_output_embeddings()
         if head is not None:
-            expand_module(head, "head", self.running, len(layers))
+            expand_module(head, "head", self.active, len(layers))
             head.softcap = facts["softcap"]
         if adds_features(base_model):
             base_model.register_forward_pre_hook(self._widen, with_kwargs=True)
@@ -144,7 +116,7 @@ class ExpandedPreTrainedModel(LoadedModel):
     def _expand(self, parent: nn.Module, name: str, spec: dict[str, Any], place: int) -> nn.Module:
         """Let paths pass through a module."""
         module = find_module(parent, name)
-        expand_module(module, spec["kind"], self.running, place)
+        expand_module(module, spec["kind"], self.active, place)
         if "axis" in spec:
             module.head_axis, module.base_heads = spec["axis"], spec["heads"]
         sections = spec.get("sections") or [base for base, _ in spec.get("out_features", ())]
@@ -153,13 +125,13 @@ class ExpandedPreTrainedModel(LoadedModel):
         return module
 
     def add_expansion(self, name: str, plan: dict[str, Any]) -> None:
-        """Add an expansion, all of whose tensors are zero until they are loaded, and choose it.
+        """Add an expansion and choose it; its tensors are zero until they are loaded.
 
-        A router of the config that weighs others goes: its numbers are for so many paths as there were.
+        A router of the config is removed, since its numbers are for fewer paths.
 
         Args:
             name: Its name.
-            plan: What config.json says of it.
+            plan: Its entry in config.json.
 
         Raises:
             ValueError: If the model has an expansion of that name.
@@ -204,13 +176,13 @@ class ExpandedPreTrainedModel(LoadedModel):
         width = plan["widths"]["up_width"]
         self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
         if plan["dtype"] == "float32":
-            # new tensors that were asked for in float32 stay so when the base is loaded in half precision, as does what
-            # the stock class keeps
+            # new tensors stay in float32 if the base is loaded in half precision, as do those that the stock class
+            # keeps
             in_float32 = self._keep_in_fp32_modules_strict or ()
             self._keep_in_fp32_modules_strict = {*in_float32, f"expansions.{name}"}
 
     def _read_vocabulary(self) -> None:
-        """Take the number of tokens from the config where a stock class keeps it, for its loss."""
+        """Update the number of tokens in a stock class that stores it for its loss."""
         if "vocab_size" in vars(self):
             self.vocab_size = self.config.get_text_config(decoder=True).vocab_size
 
@@ -219,36 +191,36 @@ class ExpandedPreTrainedModel(LoadedModel):
         module.expansions[name] = make_blocks(module, plan, spec, attention, w12_groups)
 
     def _forget(self) -> None:
-        """Clear what was stored of streams: an expansion comes, or goes."""
+        """Clear all memos of streams, since an expansion was added or deleted."""
         self.known_paths.clear()
-        self.known_partings.clear()
+        self.known_forks.clear()
         for module in expanded_modules(self):
             module.layouts.clear()
         for module in self.modules():
             if isinstance(module, ExpandedAttention):
                 module.parts_of.clear()
 
-    # ---- what runs
+    # ---- choice of paths
 
     @property
     def expansions(self) -> list[str]:
-        """Names of the expansions, in the order in which they came."""
+        """Return the names of the expansions, in the order in which they were added."""
         return list(self.plans)
 
     @property
-    def choice(self) -> Choice:
-        """What runs now, in this thread."""
-        chosen: Choice = self.running.now().choice
+    def choice(self) -> PathChoice:
+        """Return the choice of this thread."""
+        chosen: PathChoice = self.active.now().choice
         return chosen
 
     @property
     def active_expansion(self) -> str | list[str] | None:
-        """What was chosen: a name, a list that is mixed, or None for the base."""
+        """Return the chosen name, the list of names that a router mixes, or None for the base."""
         names = list(self.choice.names)
         return names if self.choice.router else names[0] if names else None
 
     def find_paths(self, paths: tuple[Path, ...]) -> Paths:
-        """The streams of these paths side by side."""
+        """Return the object for these paths; equal paths give the same object."""
         if paths not in self.known_paths:
             w12_layers = {name: plan["collaborative"]["layers"] for name, plan in self.plans.items()}
             first_w12_layers = {name: min(layers, default=None) for name, layers in w12_layers.items()}
@@ -256,72 +228,72 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.known_paths[paths]
 
     def set_expansion(self, names: str | Sequence[str] | None, **router: Any) -> None:
-        """Choose what the model is from now on, in all threads.
+        """Choose the active expansions for all threads.
 
-        A KV cache belongs to the choice under which it was filled.
+        A KV cache is valid only under the choice that filled it.
 
         Args:
-            names: A name: the base with that expansion. None: the base. A list: the base and these, which a router
-                mixes.
-            router: Settings of the router: by default the posterior one, all paths weighing the same at first.
+            names: A name for the base with that expansion, None for the base, or a list for a router's mixture of the
+                base and these expansions.
+            router: Settings of the router; by default the posterior one with equal initial weights.
 
         Raises:
-            ValueError: If there is no such expansion, a name stands twice in a list, several cannot run side by side
-                on this architecture, or a setting is out of range.
+            ValueError: If there is no such expansion, a list has a name twice, several expansions cannot run side by
+                side on this architecture, or a setting is out of range.
         """
         self._set_choice(self.make_choice(names, **router))
 
-    def _set_choice(self, choice: Choice) -> None:
-        self.running.chosen = self._call(choice)
+    def _set_choice(self, choice: PathChoice) -> None:
+        self.active.chosen = self._context(choice)
 
-    def _call(self, choice: Choice) -> Call:
-        return Call(self.find_paths(choice.paths), choice)
+    def _context(self, choice: PathChoice) -> Context:
+        return Context(self.find_paths(choice.paths), choice)
 
-    def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> Choice:
-        """What `set_expansion` chooses."""
+    def make_choice(self, names: str | Sequence[str] | None, **router: Any) -> PathChoice:
+        """Make the choice for `set_expansion`; see there."""
         if names is None or isinstance(names, str):
             if router:
                 raise ValueError(
                     f"{', '.join(router)}: is for a list of expansions, but {names!r} is none. Leave it out."
                 )
-            return Choice(self._known([] if names is None else [names]))
+            return PathChoice(self._known([] if names is None else [names]))
         if not isinstance(names, Sequence):
             raise ValueError(f"{names!r}: is no choice of expansions, expected a name, a list of names, or None.")
         known = self._known(names)
         self._check_beside(known)
-        return Choice(known, make_router(router, len(known)))
+        return PathChoice(known, make_router(router, len(known)))
 
-    def use_choice(self, choice: Choice) -> AbstractContextManager[None]:
+    def use_choice(self, choice: PathChoice) -> AbstractContextManager[None]:
         """Run another choice in this thread inside a `with` block."""
-        return self.running.within(self._call(choice))
+        return self.active.within(self._context(choice))
 
     def use_expansion(self, names: str | Sequence[str] | None, **router: Any) -> AbstractContextManager[None]:
-        """Choose as `set_expansion` does inside a `with` block, for this thread alone."""
+        """Choose as `set_expansion` does, for this thread inside a `with` block."""
         return self.use_choice(self.make_choice(names, **router))
 
     def expansion_disabled(self) -> AbstractContextManager[None]:
         """Run the base model alone inside a `with` block."""
-        return self.use_choice(Choice())
+        return self.use_choice(PathChoice())
 
-    def whole_choice(self) -> Choice:
-        """What runs when the model is loaded: its only expansion, or all that its router weighs.
+    def whole_choice(self) -> PathChoice:
+        """Make the choice of a freshly loaded model: its only expansion, or all expansions with its router.
 
-        Without a head there is nothing to route: of several expansions it is the base, until one is chosen.
+        Exception: without a head nothing can be routed, so with several expansions it is the base.
         """
         names, router = self.expansions, self.config.scale_surgery.get("router")
         has_head = self.get_output_embeddings() is not None
         if not has_head or (len(names) < 2 and router is None):
             return self.make_choice(names[0] if len(names) == 1 else None)
         self._check_beside(tuple(names))
-        return Choice(tuple(names), make_router(router or {}, len(names), "config.json: scale_surgery.router"))
+        return PathChoice(tuple(names), make_router(router or {}, len(names), "config.json: scale_surgery.router"))
 
     def enable_expansion(self, is_enabled: bool = True) -> None:
-        """Run what the model was loaded for, or its base alone."""
-        self._set_choice(self.whole_choice() if is_enabled else Choice())
+        """Run the choice of a freshly loaded model, or its base alone."""
+        self._set_choice(self.whole_choice() if is_enabled else PathChoice())
 
     @property
     def is_expansion_enabled(self) -> bool:
-        """Whether an expansion takes part in a forward."""
+        """Return whether an expansion is active."""
         return bool(self.choice.names)
 
     def enable_routing(self, is_enabled: bool = True) -> None:
@@ -330,7 +302,7 @@ class ExpandedPreTrainedModel(LoadedModel):
 
     @property
     def is_routing_enabled(self) -> bool:
-        """Whether several paths run, and a router makes the logits."""
+        """Return whether a router makes the logits from several paths."""
         return self.choice.router is not None
 
     def routing_enabled(self) -> AbstractContextManager[None]:
@@ -341,7 +313,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         """Run the only expansion alone inside a `with` block."""
         return self.use_expansion(self._only())
 
-    def _routed(self) -> Choice:
+    def _routed(self) -> PathChoice:
         if self.config.scale_surgery.get("router") is None:
             raise ValueError("This model has no router. Write one that has: scale-surgery route-export.")
         if self.get_output_embeddings() is None:
@@ -357,9 +329,9 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.expansions[0]
 
     def delete_expansion(self, name: str) -> None:
-        """Forget an expansion, and a router that weighs it; where it was chosen, the model is its base from then on."""
+        """Delete an expansion and the config's router; if it was chosen, the base is chosen from then on."""
         self._known([name])
-        if (call := self.running.thread.call) is not None and name in call.choice.names:
+        if (context := self.active.thread.context) is not None and name in context.choice.names:
             raise ValueError(
                 f"{name}: runs inside a with block, expected none that chooses it. Delete it behind the block."
             )
@@ -378,11 +350,11 @@ class ExpandedPreTrainedModel(LoadedModel):
         entry["expansions"] = [plan for plan in entry["expansions"] if plan["name"] != name]
         entry.pop("router", None)
         self._forget()
-        before: Choice = self.running.chosen.choice
-        self._set_choice(Choice() if name in before.names else before)
+        before: PathChoice = self.active.chosen.choice
+        self._set_choice(PathChoice() if name in before.names else before)
 
     def _known(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Names of a request, refused where one is unknown or stands twice."""
+        """Return names as a tuple; refuse unknown and repeated ones."""
         known = tuple(names)
         problems = [unknown_name(name, self.expansions) for name in known if name not in self.plans]
         twice = [name for name in dict.fromkeys(known) if known.count(name) > 1]
@@ -392,7 +364,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         return known
 
     def _check_beside(self, names: tuple[str, ...]) -> None:
-        """Refuse what cannot run side by side."""
+        """Refuse expansions that cannot run side by side."""
         problems = [f"{name}: {line}" for name in names for line in self.plans[name].get("problems", ())]
         if not names:
             problems = ["A list of no names: expected at least one. None gives the base."]
@@ -401,21 +373,21 @@ class ExpandedPreTrainedModel(LoadedModel):
         if problems:
             raise ValueError("\n".join(problems))
 
-    def choice_of_rows(self, names: Sequence[str | None]) -> Choice:
-        """A choice for each row of a batch."""
+    def choice_of_rows(self, names: Sequence[str | None]) -> PathChoice:
+        """Make a choice of one expansion for each row of a batch."""
         if isinstance(names, str):
             raise ValueError(f"expansion_names: is {names!r}, expected a list, a name or None for each row.")
         self._known(list({name for name in names if name is not None}))
         known = tuple(name for name in self.expansions if name in names)
         if len(set(names)) == 1:
-            return Choice(known)
+            return PathChoice(known)
         self._check_beside(known)
-        return Choice(known, rows=tuple(names))
+        return PathChoice(known, rows=tuple(names))
 
     # ---- a forward
 
     def run(self, **inputs: Any) -> Any:
-        """Run what was chosen; `expansion_names` chooses for each row of the batch."""
+        """Run the active expansions; `expansion_names` overrides them for each row of the batch."""
         refuse_adapter_names(inputs, A_NAME_A_ROW)
         rows = inputs.pop("expansion_names", None)
         if rows is not None:
@@ -424,8 +396,8 @@ class ExpandedPreTrainedModel(LoadedModel):
                 raise number_of_names(len(rows), len(read))
             with self.use_choice(choice):
                 return self._run(inputs)
-        # whatever another thread chooses for the model meanwhile, this forward ends as it began
-        with self.running.within(self.running.now()):
+        # this forward keeps its context even if another thread chooses for the model meanwhile
+        with self.active.within(self.active.now()):
             return self._run(inputs)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
@@ -438,26 +410,26 @@ class ExpandedPreTrainedModel(LoadedModel):
             cache.expansion_choice = choice.key
         return output
 
-    def _lacks_new_tokens(self, choice: Choice) -> bool:
-        """Whether the head has tokens that what was chosen does not know."""
+    def _lacks_new_tokens(self, choice: PathChoice) -> bool:
+        """Return whether the head has tokens of an expansion that is not active."""
         has_head = super().get_output_embeddings() is not None
         return has_head and self.with_new_tokens != "" and self.with_new_tokens not in choice.names
 
     def _run_stock(self, inputs: dict[str, Any]) -> Any:
         """Run the stock forward, which caps the logits of some models after the head.
 
-        That is too late where the head gives what is made of several paths: then it caps the logits of each itself, and
-        the stock forward sees a config without the cap.
+        That is too late if the head combines several paths. Then the head caps the logits of each path itself, and the
+        stock forward sees a config without the cap.
         """
         self._check_width(inputs.get("inputs_embeds"))
         stock, key = super().forward, self.facts["softcap_key"]
-        if key is None or self.running.now().answer is None:
+        if key is None or self.active.now().answer is None:
             return stock(**inputs)
         return stock.__func__(twin(self, config=without(self.config, key)), **inputs)
 
     def _check_width(self, embeddings: Tensor | None) -> None:
-        """Refuse embeddings of another width than those that the model makes of token ids for these paths."""
-        width = sum(width for _, width in self.streams_after(self.running.now().paths, -1))
+        """Refuse embeddings of another width than the model's own for the active paths."""
+        width = sum(width for _, width in self.streams_after(self.active.now().paths, -1))
         if embeddings is not None and embeddings.shape[-1] != width:
             raise ValueError(
                 f"inputs_embeds: are {embeddings.shape[-1]} wide, expected {width}, the base stream and the up streams "
@@ -465,36 +437,38 @@ class ExpandedPreTrainedModel(LoadedModel):
             )
 
     def _run_beside(self, inputs: dict[str, Any]) -> Any:
-        """Run several paths side by side, and make one set of logits of them."""
+        """Run several paths side by side, and combine their logits."""
         router, choice = self.choice.router, self.choice
         keep, reads_tokens = inputs.pop("logits_to_keep", 0), router is not None and router.reads_tokens
-        call = RouterCall.of(inputs, keep, reads_tokens=reads_tokens, is_training=self.training)
+        context = RouterContext.of(inputs, keep, reads_tokens=reads_tokens, is_training=self.training)
 
         def answer(features: Features) -> Tensor:
-            call.move(features.unsplit.device)
-            return logits_of_rows(features.at(call.keep), choice) if router is None else route(router, features, call)
+            context.move(features.unsplit.device)
+            if router is None:
+                return logits_of_rows(features.at(context.keep), choice)
+            return route(router, features, context)
 
         with self.answering(answer):
             output = self._run_stock(inputs)
         cache = find_cache(inputs)
-        call.remember(find_cache(output) if cache is None else cache)
+        context.remember(find_cache(output) if cache is None else cache)
         return output
 
     @contextmanager
     def answering(self, answer: Callable[[Features], Tensor], paths: tuple[Path, ...] = ()) -> Iterator[None]:
-        """Let this thread's head give what `answer` makes of the features of all paths, inside a `with` block.
+        """Let the head of this thread return the result of `answer` inside a `with` block.
 
         Args:
-            answer: Makes what the head gives out, such as logits of one path.
+            answer: Makes the output of the head, such as logits, from the features of all paths.
             paths: Paths that run; by default those of the choice.
         """
-        # the head itself, not the one matrix that this class gives to a replaced forward
+        # the head itself, not the matrix that `get_output_embeddings` returns to a replaced forward
         head, paths = super().get_output_embeddings(), self.find_paths(paths or self.choice.paths)
 
         def answer_features(features: Tensor) -> Tensor:
             return answer(Features.of(head, features, paths, self.stream_widths))
 
-        with self.running.within(Call(paths, self.choice, answer_features)):
+        with self.active.within(Context(paths, self.choice, answer_features)):
             yield
 
     def _find_router(self) -> Router:
@@ -503,11 +477,11 @@ class ExpandedPreTrainedModel(LoadedModel):
         return self.choice.router
 
     def path_logits(self, input_ids: Tensor, **inputs: Any) -> list[Tensor]:
-        """Logits of the base and of each expansion that was chosen, each alone and (b, t, v), whatever weighs them.
+        """Compute the logits of the base and of each active expansion separately, each (b, t, v), without a router.
 
         Args:
             input_ids: Token ids (b, t).
-            inputs: attention_mask and position_ids, where there are any.
+            inputs: attention_mask and position_ids, if any.
         """
         names, logits = self.choice.names, list[Tensor]()
         if names:
@@ -523,19 +497,19 @@ class ExpandedPreTrainedModel(LoadedModel):
 
     @torch.no_grad()
     def score_tokens(self, input_ids: Tensor, **inputs: Any) -> TokenScores:
-        """Log-probability of each token but the first on each path, and how it was routed.
+        """Compute the log-probability of each token but the first on each path, and its routing weights.
 
         Args:
             input_ids: Token ids (b, t).
-            inputs: attention_mask and position_ids, where there are any.
+            inputs: attention_mask and position_ids, if any.
         """
         router, scores = self._find_router(), []
         inputs = {"input_ids": input_ids, "use_cache": False, **inputs}
-        call = RouterCall.of(inputs, 0, reads_tokens=router.reads_tokens, is_training=False)
+        context = RouterContext.of(inputs, 0, reads_tokens=router.reads_tokens, is_training=False)
 
         def answer(features: Features) -> Tensor:
-            call.move(features.unsplit.device)
-            scores.append(score_tokens(router, features, call))
+            context.move(features.unsplit.device)
+            scores.append(score_tokens(router, features, context))
             return scores[0].routed
 
         with self.answering(answer):
@@ -543,7 +517,7 @@ class ExpandedPreTrainedModel(LoadedModel):
         return scores[0]
 
     def generate(self, *args: Any, expansion_names: Sequence[str | None] | None = None, **options: Any) -> Any:
-        """Generate as transformers does; `expansion_names` chooses for each row of the batch, None for the base."""
+        """Generate as transformers does; `expansion_names` has an expansion for each row, or None for the base."""
         refuse_adapter_names(options, A_NAME_A_ROW)
         if expansion_names is None:
             return super().generate(*args, **options)
@@ -555,27 +529,27 @@ class ExpandedPreTrainedModel(LoadedModel):
             return super().generate(*args, **options)
 
     def _get_static_cache_init_shape(self) -> None:
-        """No shape for all layers: those with new heads keep more, so each begins with what it is given."""
+        """Return no common shape: layers with new heads need more, so each takes the shape of its first states."""
 
     def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
-        """As transformers; what a backward pass computes again runs the paths that ran the first time."""
+        """Enable checkpointing as transformers does; the second forward runs the paths of the first."""
         checkpoint = options.pop("gradient_checkpointing_func", torch.utils.checkpoint.checkpoint)
 
-        def checkpoint_in_call(function: Any, *args: Any, **inputs: Any) -> Any:
-            return checkpoint(self.running.bind(function), *args, **inputs)
+        def checkpoint_in_context(function: Any, *args: Any, **inputs: Any) -> Any:
+            return checkpoint(self.active.bind(function), *args, **inputs)
 
-        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=checkpoint_in_call, **options)
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=checkpoint_in_context, **options)
         if enable:
             self.enable_input_require_grads()
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Run the model, and mark this thread while a replaced forward runs: see `get_output_embeddings`.
 
-        Hooks of accelerate replace it too, and call the model's own, which asks its class for the head.
+        Hooks of accelerate also replace the forward. They call the model's own, which uses the head itself.
         """
         if "forward" not in vars(self):
             return super().__call__(*args, **inputs)
-        thread = self.running.thread
+        thread = self.active.thread
         before, thread.is_replaced = thread.is_replaced, True
         try:
             return super().__call__(*args, **inputs)
@@ -583,13 +557,13 @@ class ExpandedPreTrainedModel(LoadedModel):
             thread.is_replaced = before
 
     def get_output_embeddings(self) -> Any:
-        """The head; for a forward that replaces the model's, one matrix over both streams.
+        """Return the head; inside a forward that replaces the model's, return one matrix over both streams.
 
-        Stock forwards do not ask for it. The trainers of TRL multiply what the base model gives by its weight, to have
-        no logits of a whole batch in memory.
+        Stock forwards do not call this. The trainers of TRL replace the forward and multiply the base model's output by
+        the weight of the head, to avoid the logits of a whole batch in memory.
         """
         head = super().get_output_embeddings()
-        if not (hasattr(self, "running") and self.running.thread.is_replaced):
+        if not (hasattr(self, "active") and self.active.thread.is_replaced):
             return head
         if self.choice.router is not None or self.choice.rows:
             raise ValueError(
@@ -601,16 +575,16 @@ class ExpandedPreTrainedModel(LoadedModel):
 
     # ---- hidden states
 
-    def _make_partings(self, paths: Paths) -> list[Parting | None]:
-        """How the hidden state changes before each layer."""
+    def _make_forks(self, paths: Paths) -> list[Fork | None]:
+        """Make the fork before each layer; None if the streams do not change there."""
         return [
-            parting(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
+            fork_before(paths, layer, self.entering_widths if layer == 0 else self.stream_widths, self.stream_widths)
             for layer in range(self.layer_count)
         ]
 
     def _rearrange(self, index: int, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A hook before a layer, so that no stock forward is touched: streams enter and part."""
-        change = memo(self.known_partings, self.running.now().paths, self._make_partings)[index]
+        """Fork streams in a hook before a layer, so that no stock forward is changed."""
+        change = memo(self.known_forks, self.active.now().paths, self._make_forks)[index]
         if change is None:
             return None
         if args:
@@ -618,11 +592,11 @@ class ExpandedPreTrainedModel(LoadedModel):
         return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
     def _widen(self, base_model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A hook before the base model: what stock code adds between layers goes to each base stream.
+        """Widen features that stock code adds between layers, in a hook before the base model.
 
-        Models that see images may add features of them once more after each of the first layers, or before some.
+        Only base streams get them. Models that see images may add features of the images again between layers.
         """
-        paths = self.running.now().paths
+        paths = self.active.now().paths
         if paths.is_base:
             return None
 
@@ -634,13 +608,105 @@ class ExpandedPreTrainedModel(LoadedModel):
         return args, wide_features(kwargs, wide)
 
     def streams_after(self, paths: Paths, layer: int) -> list[tuple[bool, int]]:
-        """The streams that leave a layer: whether each is a base stream, and its width."""
+        """List the streams after a layer: whether each is a base stream, and its width."""
         widths = self.entering_widths if layer == -1 else self.stream_widths
         return [(not up, widths[up]) for _, up in streams_of_groups(paths.groups(layer))]
 
+    # ---- loading, training, saving
 
-def logits_of_rows(features: Features, choice: Choice) -> Tensor:
-    """Logits of the path that each row chose, or of the only one; beams of one row lie one after the other."""
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """Load as `StrictlyLoaded` does, and choose the active expansions.
+
+        `expansion_enabled=False` runs the base model, `routing_enabled=False` the only expansion without the router.
+        """
+        is_enabled, is_routed = kwargs.pop("expansion_enabled", True), kwargs.pop("routing_enabled", True)
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.align()
+        if not is_enabled:
+            model.enable_expansion(False)
+        elif not is_routed:
+            model.enable_routing(False)
+        return loaded
+
+    def expansion_blocks(self) -> list[Blocks]:
+        """List the blocks of all expansions."""
+        return [module for module in self.modules() if isinstance(module, Blocks)]
+
+    def freeze_base(self) -> None:
+        """Let only the tensors of the expansions train."""
+        super().freeze_base()
+        for blocks in self.expansion_blocks():
+            for parameter in blocks.parameters():
+                parameter.requires_grad_(True)
+
+    def align(self) -> None:
+        """Align blocks in memory as the base's weights are; see `Blocks.align`."""
+        for blocks in self.expansion_blocks():
+            blocks.align()
+
+    def expansion_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Iterate over the tensors of all expansions, frozen ones too: name, group, tensor."""
+        for path, blocks in self.named_modules():
+            if isinstance(blocks, Blocks):
+                for name, parameter in blocks.named_parameters():
+                    yield f"{path}.{name}", blocks.group_of[name], parameter
+
+    def trainable_parameters(self) -> dict[str, dict[str, int]]:
+        """Count the parameters that train, by expansion and group."""
+        counts: dict[str, dict[str, int]] = {name: {} for name in self.expansions}
+        for name, group, parameter in self.expansion_parameters():
+            row = counts[name.rpartition(".expansions.")[2].partition(".")[0]]
+            row[group] = row.get(group, 0) + parameter.numel() * parameter.requires_grad
+        return counts
+
+    def print_trainable_parameters(self) -> None:
+        """Print the number of parameters that train, with a row per expansion and a column per group."""
+        counts = self.trainable_parameters()
+        groups = sorted({group for row in counts.values() for group in row})
+        width = max([10, *(len(name) + 1 for name in counts)])
+        print(" " * width + "".join(f"{group:>12}" for group in groups))
+        for name, row in counts.items():
+            print(f"{name:<{width}}" + "".join(f"{row.get(group, 0):>12,}" for group in groups))
+        total = sum(parameter.numel() for parameter in self.parameters())
+        trained = sum(sum(row.values()) for row in counts.values())
+        print(f"trains {trained:,} of {total:,} parameters ({trained / total:.2%})")
+
+    def save_pretrained(self, *args, **options):
+        """Save as transformers does; on a quantised base, save only the tensors of expansions.
+
+        The quantised tensors are not those of the base's files.
+        """
+        if self.is_base_quantised:
+            tensors = options.get("state_dict") or self.state_dict()
+            options["state_dict"] = {name: tensor for name, tensor in tensors.items() if ".expansions." in name}
+        super().save_pretrained(*args, **options)
+
+    def resize_token_embeddings(self, *args, **kwargs):
+        """Refuse, since stock code would not resize the up parts of embedding and head."""
+        raise NotImplementedError("Resize the base model's embeddings first, then expand it.")
+
+    @torch.no_grad()
+    def initialize_weights(self):
+        """Initialise as the stock model does; expansion tensors that no file has stay zero.
+
+        transformers initialises the modules of the base model by its stock class, which knows no expansion tensors.
+        """
+        missing = [
+            parameter
+            for blocks in self.expansion_blocks()
+            if not getattr(blocks, "_is_hf_initialized", False)
+            for parameter in blocks.parameters()
+            if not getattr(parameter, "_is_hf_initialized", False)
+        ]
+        super().initialize_weights()
+        for parameter in missing:
+            parameter.zero_()
+
+
+def logits_of_rows(features: Features, choice: PathChoice) -> Tensor:
+    """Compute the logits of the path of each row, or of a single path; beams of one row are adjacent."""
     if not choice.rows:
         return features.logits()[0]
     batch, rows = len(features.bases[0]), len(choice.rows)
@@ -648,15 +714,12 @@ def logits_of_rows(features: Features, choice: Choice) -> Tensor:
         raise number_of_names(rows, batch)
     numbers = [0 if name is None else 1 + choice.names.index(name) for name in choice.rows]
     chosen = torch.tensor(numbers, device=features.unsplit.device).repeat_interleave(batch // rows)[:, None, None]
-    selected, *rest = features.logits()
-    for number, logits in enumerate(rest, 1):
-        selected = torch.where(chosen == number, logits, selected)
-    return selected
+    return select(features.logits(), chosen)
 
 
 @contextmanager
 def stock_values(config: Any) -> Iterator[None]:
-    """Give the config of a language model the base's values inside a `with` block, where others stand in it."""
+    """Put the base's own values into the config of a language model inside a `with` block."""
     text, values = config.get_text_config(decoder=True), config.scale_surgery.get("stock", {})
     wide = {key: getattr(text, key) for key in values}
     set_values(config, values)
@@ -673,10 +736,10 @@ def set_values(config: Any, values: dict[str, Any]) -> None:
         setattr(text, key, value)
 
 
-def check_cache(cache: Cache | None, choice: Choice) -> None:
-    """Refuse a KV cache that was filled under another choice: it holds other heads, or other values.
+def check_cache(cache: Cache | None, choice: PathChoice) -> None:
+    """Refuse a KV cache that was filled under another choice, since it holds other heads or values.
 
-    One that another model filled may fit where a single path runs, and never where several do.
+    Exception: a cache that another model filled is taken for a single path.
     """
     past = count_tokens(cache)
     if past and getattr(cache, "expansion_choice", choice.key if len(choice.paths) == 1 else None) != choice.key:
@@ -688,7 +751,7 @@ def check_cache(cache: Cache | None, choice: Choice) -> None:
 
 
 def without(config: Any, key: str) -> View:
-    """A view of a config in which one value of the language model is None."""
+    """Make a view of a config in which one value of the language model is None."""
     text = config.get_text_config(decoder=True)
     part = View(text, {key: None})
     replaced = {name: part for name, value in vars(config).items() if value is text}
@@ -698,18 +761,18 @@ def without(config: Any, key: str) -> View:
 
 
 def number_of_names(names: int, rows: int) -> ValueError:
-    """The error for names that are not as many as rows."""
+    """Make the error for a number of names that is not the number of rows."""
     return ValueError(f"expansion_names: {names} names for {rows} rows, expected one for each, None for the base.")
 
 
 def unknown_name(name: Any, known: list[str]) -> str:
-    """The problem of a name that no expansion has, with the nearest names or all."""
+    """Describe the problem of a name that no expansion has, with the nearest names or all."""
     near = get_close_matches(str(name), known, 3, 0.5) or known[:MOST_NAMED]
     return f"{name}: is no expansion of this model, expected {' or '.join(near) or 'none, it has none yet'}."
 
 
 def separate(layers: nn.Module) -> None:
-    """Copy activations that several layers share: paths may pass through one layer and not through another."""
+    """Copy activations that several layers share, since each layer has a layout of its own."""
     seen: set[nn.Module] = set()
     for name, module in list(layers.named_modules(remove_duplicate=False)):
         if module in seen and not (module._modules or module._parameters or module._buffers):
@@ -719,6 +782,21 @@ def separate(layers: nn.Module) -> None:
 
 
 def refuse_adapter_names(inputs: dict[str, Any], instead: str) -> None:
-    """Refuse PEFT's name for what each row runs: stock code would take it and do nothing."""
+    """Refuse PEFT's name for `expansion_names`, which stock code would accept and ignore."""
     if "adapter_names" in inputs:
         raise ValueError(f"adapter_names: is PEFT's, and this model has expansions. {instead}")
+
+
+def refusing(name: str) -> Any:
+    """Make a method that replaces one of transformers' adapter methods, which know nothing of expansions."""
+
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
+        """Refuse: adapters of transformers know nothing of expansions."""
+        raise NotImplementedError(
+            f"{name}: is of transformers' adapters, and this model has expansions. Use load_expansion(model, EXTRACT, "
+            "name=...) of scale_surgery, model.set_expansion, model.use_expansion, model.expansions or "
+            "model.delete_expansion."
+        )
+
+    refuse.__name__ = name
+    return refuse

@@ -1,16 +1,16 @@
-"""Paths: what of a model runs, and which streams of the hidden state stand side by side for that.
+"""Paths through a model, and the streams of the hidden state that run side by side for them.
 
     base          the model that was expanded
-    medicine      the base with its expansion of that name: the base stream, and an up stream beside it
+    medicine      the base with its expansion `medicine`: the base stream, and an up stream beside it
 
-What runs is a tuple of paths. `(base,)` is the stock model, `(medicine,)` an expanded one, `(base, medicine)` what a
-router needs, `(base, medicine, law)` many expansions at once. Side by side, the hidden state of a token is
+A forward runs a tuple of paths. `(base,)` is the stock model, and `(medicine,)` an expanded one. A router runs
+`(base, medicine)`, or more expansions: `(base, medicine, law)`. The hidden state of a token is then, for example,
 
     [x | up of medicine | up of law | x' of grown, up of grown]
 
-A path shares the base stream x as long as nothing of it was written there: an expansion without W12 for good, any
-other below its first layer with W12. From there on it has a base stream of its own, x'. So one stock forward
-carries all paths, and what is the base's is computed once.
+A path shares the base stream x until its expansion writes there. An expansion without W12 never writes. Any other one
+writes from its first layer with W12 on, and from there it has a base stream of its own, x'. So one stock forward runs
+all paths, and the base is computed once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Path(NamedTuple):
     """One way through the model."""
 
     expansion: str = ""  # name of the expansion; empty for the base
-    # whether it has W12, which writes into a base stream of its own; without it the base stream stays that of the base
+    # whether W12 runs, which writes into a base stream of its own; without W12 the path shares the stream of the base
     has_w12: bool = True
 
 
@@ -38,23 +38,28 @@ BASE = Path(has_w12=False)
 class Group(NamedTuple):
     """A base stream, and the up streams beside it."""
 
-    writer: str  # the expansion whose W12 writes into the base stream; empty where none does
+    writer: str  # the expansion whose W12 writes into the base stream; empty if there is none
     ups: tuple[str, ...]  # expansions whose up streams read it
     # whether nothing that trains reaches the base stream: no W12, and no rows of new tokens
     is_fixed: bool = True
+
+    @property
+    def has_w12(self) -> bool:
+        """Whether W12 writes into the base stream, which then belongs to one expansion."""
+        return self.writer != ""
 
 
 class Paths:
     """Paths that run side by side, in the order in which a router weighs them.
 
-    Equal ones are one object, since modules store their layout of streams under it.
+    `find_paths` of a model returns the same object for the same paths, since modules store layouts under it.
     """
 
     def __init__(
         self, paths: tuple[Path, ...], first_w12_layers: dict[str, int | None], layers: int, with_new_tokens: str = ""
     ) -> None:
         self.paths, self.layers = paths, layers
-        # the expansion that adds tokens, if one does and takes part
+        # the expansion with new tokens, if it is among the paths
         self.with_new_tokens = with_new_tokens if any(path.expansion == with_new_tokens for path in paths) else ""
         self._groups = [self._at(layer, first_w12_layers) for layer in range(-1, layers)]
 
@@ -67,11 +72,11 @@ class Paths:
         return self.paths == (BASE,)
 
     def groups(self, layer: int) -> tuple[Group, ...]:
-        """The streams that a layer reads: -1 is before the first; after the last they are those of the last."""
+        """Return the streams that a layer reads: -1 is before the first layer; after the last, those of the last."""
         return self._groups[min(layer, self.layers - 1) + 1]
 
     def _at(self, layer: int, first_w12_layers: dict[str, int | None]) -> tuple[Group, ...]:
-        # without W12 so far, a path that is going to write and one that never does are the same
+        # up to its first W12, a path that will write is treated as one that never does
         shared: dict[str, None] = {}
         apart = []
         for path in self.paths:
@@ -84,18 +89,18 @@ class Paths:
         return (*([base] if shared or BASE in self.paths else []), *apart)
 
     def place_of(self, path: Path, layer: int) -> tuple[int, int | None]:
-        """Number of the group of a path, and of its up stream in that group; None for the base."""
+        """Return the number of the group of a path, and of its up stream in that group (None for the base)."""
         groups = self.groups(layer)
         apart = [number for number, group in enumerate(groups) if path.has_w12 and group.writer == path.expansion != ""]
         number = apart[0] if apart else 0
         return number, groups[number].ups.index(path.expansion) if path.expansion else None
 
 
-class Parting(NamedTuple):
-    """How the hidden state changes before a layer: up streams enter as zeros, base streams are copied."""
+class Fork(NamedTuple):
+    """A change of streams before a layer: up streams enter as zeros, base streams are copied."""
 
     before: list[int]  # widths of the streams that arrive
-    # for each stream that the layer reads, the number of the one it begins as, None for zeros, and its width
+    # for each stream that the layer reads: the number of the arriving stream to copy (None for zeros), and its width
     after: list[tuple[int | None, int]]
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -110,18 +115,18 @@ class Parting(NamedTuple):
 
 
 def streams_of_groups(groups: tuple[Group, ...]) -> list[tuple[str, str]]:
-    """Streams in the order in which they lie: the group's writer, and the expansion of an up stream or nothing."""
+    """List streams in their order: the writer of the group, and the expansion of an up stream (empty for a base)."""
     return [(group.writer, up) for group in groups for up in ("", *group.ups)]
 
 
-def parting(paths: Paths, layer: int, arriving: dict[str, int], widths: dict[str, int]) -> Parting | None:
-    """What changes before a layer; None where nothing does.
+def fork_before(paths: Paths, layer: int, arriving: dict[str, int], widths: dict[str, int]) -> Fork | None:
+    """Make the fork before a layer; None if the streams do not change there.
 
     Args:
-        paths: What runs.
+        paths: The paths that run.
         layer: Number of the layer.
-        arriving: Widths of the streams that arrive: of the base, by the empty name, and of each expansion's up stream.
-        widths: The same of those that the layer reads.
+        arriving: Widths of the arriving streams: of base streams under the empty name, of up streams by expansion.
+        widths: Widths of the streams that the layer reads, likewise.
     """
     streams = {stream: arriving[stream[1]] for stream in streams_of_groups(paths.groups(layer - 1))}
     before, numbers = list(streams.values()), {stream: number for number, stream in enumerate(streams)}
@@ -129,24 +134,24 @@ def parting(paths: Paths, layer: int, arriving: dict[str, int], widths: dict[str
     for writer, up in streams_of_groups(paths.groups(layer)):
         number = numbers.get((writer, up), numbers.get(("", up)))
         after.append((number if number is not None and before[number] == widths[up] else None, widths[up]))
-    return None if [source for source, _ in after] == list(range(len(before))) else Parting(before, after)
+    return None if [source for source, _ in after] == list(range(len(before))) else Fork(before, after)
 
 
-class Call(NamedTuple):
-    """What one thread runs now."""
+class Context(NamedTuple):
+    """What one thread runs."""
 
-    paths: Paths  # the paths
-    choice: Any = None  # what they were chosen by
-    # what the head gives for the features of all of them; None for the logits of the only one
+    paths: Paths
+    choice: Any = None  # the `PathChoice` that the paths were made of
+    # makes the head's output of the features of all paths; None for the logits of a single path
     answer: Callable[[Tensor], Tensor] | None = None
 
 
 class ThisThread(local):
-    """What one thread runs instead of what was chosen for the model; a compiled graph sees its thread's values, too."""
+    """The context of one thread, which overrides that of the model; a compiled graph sees its own thread's, too."""
 
     def __init__(self) -> None:
-        self.call: Call | None = None
-        self.is_replaced = False  # whether a forward runs that others put in place of the model's
+        self.context: Context | None = None
+        self.is_replaced = False  # whether a forward runs that a library has put in place of the model's
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThisThread:
         return ThisThread()
@@ -155,39 +160,39 @@ class ThisThread(local):
         return ThisThread, ()
 
 
-class Running:
-    """What a model runs: `chosen`, which holds for all threads, or what `thread` runs instead."""
+class ActiveExpansions:
+    """The expansions that a model runs: those of `chosen` in all threads, unless `thread` has a context of its own."""
 
-    def __init__(self, chosen: Call) -> None:
+    def __init__(self, chosen: Context) -> None:
         self.chosen, self.thread = chosen, ThisThread()
 
-    def now(self) -> Call:
-        """What this thread runs."""
-        call = self.thread.call
-        return self.chosen if call is None else call
+    def now(self) -> Context:
+        """Return the context of this thread."""
+        context = self.thread.context
+        return self.chosen if context is None else context
 
     @contextmanager
-    def within(self, call: Call) -> Iterator[None]:
-        """Let this thread run something inside a `with` block."""
-        before, self.thread.call = self.thread.call, call
+    def within(self, context: Context) -> Iterator[None]:
+        """Run another context in this thread inside a `with` block."""
+        before, self.thread.context = self.thread.context, context
         try:
             yield
         finally:
-            self.thread.call = before
+            self.thread.context = before
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function bound to what this thread runs now; a backward pass may call it again in another thread."""
-        call = self.now()
+        """Bind a function to the context of now; a backward pass may call it again in another thread."""
+        context = self.now()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.within(call):
+            with self.within(context):
                 return function(*args, **kwargs)
 
         return run
 
 
 def memo(known: dict[Any, Any], key: Any, make: Callable[[Any], Any]) -> Any:
-    """The value made of a key, made once; a compiled graph makes it again and stores nothing."""
+    """Return the value that `make` gives for a key, stored in `known`; a compiled graph stores nothing."""
     if key in known:
         return known[key]
     made = make(key)

@@ -1,6 +1,7 @@
-"""What releases of transformers call the things that the files beside this one use; all such names are here.
+"""Names that differ between releases of transformers, and the releases that this code was tested with.
 
-A release that renames one of them needs a change in this file and in no other.
+A release that renames something needs a change in this file and in no other. Configurations import it too, so it needs
+no torch.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import transformers
 
 # releases that exported checkpoints are tested with, from the oldest to the newest
 TESTED = ("4.57", "5.5", "5.12", "5.13", "5.16", "5.19", "5.23", "5.24")
-# before it, transformers runs code that a config.json names
+# earlier releases can run code that a config.json names
 OLDEST_SAFE = "5.5"
 
-# the argument of a model's forward that is its KV cache: `cache` from 5.24 on; before, `past_key_values`, and
-# `cache_params` of state-space models, both of which 5.24 to 5.39 take with a warning
+# the KV cache among the arguments of a model's forward: `cache` from 5.24 on; before, `past_key_values`, and
+# `cache_params` in state-space models, both of which 5.24 to 5.39 accept with a warning
 CACHE, OLD_CACHES = "cache", ("past_key_values", "cache_params")
-# the same in the forward of a module of a layer: `past_key_value` until 4.57, `layer_past` of GPT-2 and others
+# the same among the arguments of a module of a layer: `past_key_value` until 4.57, `layer_past` in GPT-2 and others
 CACHES_OF_MODULES = frozenset((CACHE, *OLD_CACHES, "past_key_value", "layer_past"))
 
-# what models that see images add to the hidden state between layers, by the number of a layer: after it (all releases),
-# or before it (from 5.12 on)
+# features that models with images add to the hidden state, by the number of a layer: after it (all releases), or before
+# it (from 5.12 on)
 ADDED_AFTER, ADDED_BEFORE = "deepstack_visual_embeds", "deepstack_features"
 
 # methods of a model for transformers' own adapters (all releases)
@@ -38,7 +39,7 @@ NO_WEIGHTS = "file named"
 def find_cache(values: Any) -> Any:
     """Return the KV cache among the named arguments of a forward, or in its output; None if there is none.
 
-    Whatever its name and its class are, it is what tells how many tokens it holds.
+    Its name and class vary, so it is recognised by its method `get_seq_length`.
     """
     each = values.values() if hasattr(values, "values") else values
     return next((value for value in each if hasattr(value, "get_seq_length")), None)
@@ -72,7 +73,7 @@ def release_of(version: str) -> tuple[int, ...]:
 
 
 def warn_of_old_release() -> None:
-    """Warn of a release of transformers that runs what a config.json names."""
+    """Warn of a release of transformers that can run code that a config.json names."""
     if release_of(transformers.__version__) < release_of(OLDEST_SAFE):
         warn(
             f"transformers before {OLDEST_SAFE} can run code that a config.json names (CVE-2026-4372, CVE-2026-5241). "
@@ -81,7 +82,7 @@ def warn_of_old_release() -> None:
 
 
 def warn_of_new_release(folder: Any) -> None:
-    """Warn once of a release of transformers that is newer than all that this code was tested with.
+    """Warn once of a release of transformers that is newer than those this code was tested with.
 
     Args:
         folder: The folder or repository that is loaded.

@@ -10,7 +10,7 @@
                 if cos(Z_p, Z_a) > threshold: (Z_p + Z_a) / 2 + Z_up_p, else Z_a + Z_up_a (SCALE, arXiv 2511.03270, eq.
                 5); strict: Z_p alone instead of the first
 
-A router is its numbers and a method `weights`; ROUTERS lists all of them. This file is read without torch, for the
+A router has numbers and a method `weights`; ROUTERS lists all of them. The file is also read without torch, for the
 numbers alone.
 """
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """Base class of routers: a router makes one set of logits of several paths.
+    """Base class of routers. A router makes one set of logits from several paths.
 
-    A router is a frozen dataclass: its fields are `router`, its name, and its numbers, each with a default. It has to
-    have `weights`; `problems` checks its numbers.
+    A router is a frozen dataclass: its fields are `router`, its name, and its numbers, each with a default. It needs
+    `weights`; `problems` checks its numbers.
 
     Attributes:
         router: Its name.
-        reads_tokens: Whether it weighs paths by how they predicted the tokens read; it then has a state in the cache.
-        is_hard: Whether the path of the largest weight gets all of it; its logits then come out as they are.
-        bound: Nats that a text may lose, whatever it says: against the base, or of many paths against the best for it;
-            None where nothing bounds them.
+        reads_tokens: Whether it weighs paths by their predictions of the tokens read; it then has a state in the cache.
+        is_hard: Whether the heaviest path gets all the weight; its logits are then returned unchanged.
+        bound: Nats that any text may lose: against the base, or with many paths against the best of them; None without
+            a bound.
         bound_per_token: Nats that each further token adds to the bound.
     """
 
@@ -49,44 +49,44 @@ class Router:
     bound_per_token: float | None = None
 
     def for_expansions(self, expansions: int) -> Router:
-        """This router for so many expansions, its missing numbers filled in."""
+        """Fill in the missing numbers for so many expansions."""
         return self
 
     def without_prior(self) -> Router:
-        """This router without numbers of single paths."""
+        """Return this router without numbers of single paths."""
         return self
 
     def problems(self, expansions: int) -> list[str]:
-        """What is wrong with its numbers for so many expansions."""
+        """List the problems of its numbers for so many expansions."""
         return []
 
     def paths(self, expansions: tuple[str, ...]) -> tuple[Path, ...]:
-        """The paths that run."""
+        """List the paths that run."""
         from .expanded_paths import BASE, Path
 
         return (BASE, *(Path(name) for name in expansions))
 
     def sides(self, features: Features) -> tuple[list[WeighedPath], Tensor | None]:
-        """The weighed paths, and what the router reads in their logits (b, t), or None."""
+        """List the weighed paths, and return a number for each position that it takes from logits (b, t), or None."""
         return features.sides(), None
 
     def read_logits(self, features: Features) -> tuple[list[Tensor], Tensor | None]:
-        """Logits of each weighed path (b, t, v), and what the router reads in them (b, t), or None."""
+        """Compute the logits of each weighed path (b, t, v), and return the same number beside them, or None."""
         sides, observed = self.sides(features)
         return [features.whole(side) for side in sides], observed
 
     def weights(self, evidence: Evidence) -> Tensor:
-        """Log weights of the paths after each token (b, t, k), float32.
+        """Compute the log weights of the paths after each token (b, t, k), float32.
 
-        `evidence` is one of `expanded_routing`: log-likelihoods of the tokens on each path, restarts, and more. Weights
-        after the last token are all that a router remembers: the next call reads them in `evidence.before`. So weights
-        after a token are made of that token and of the weights before it; at a restart there are none before.
+        A router remembers only the weights after the last token, which the next forward finds in `evidence.before`. So
+        the weights after a token may depend only on that token and on the weights before it. At a restart there are no
+        weights before.
         """
         raise NotImplementedError
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its name and its numbers, as config.json keeps them."""
+        """Return its name and its numbers, as config.json stores them."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
@@ -95,8 +95,8 @@ class PosteriorRouter(Router):
     """The Bayes mixture of all paths; see the module."""
 
     router: str = field(default="posterior", init=False)
-    # weight of the base and of each expansion at the start of a text; they sum to 1. One number is the base's, and the
-    # expansions have the rest alike; None: all paths are alike.
+    # initial weights of the base and of each expansion, which sum to 1. A single number is the base's, and the
+    # expansions share the rest equally. None: all paths have the same.
     prior: tuple[float, ...] | float | None = None
     switch_rate: float = 0.01  # share of its weight that each path gives to the others at every token
 
@@ -132,7 +132,7 @@ class PosteriorRouter(Router):
         return abs(math.log1p(-self.switch_rate))
 
     def weights(self, evidence: Evidence) -> Tensor:
-        from .expanded_mixture import posterior_weights
+        from .expanded_routing import posterior_weights
 
         log_likelihoods = evidence.log_likelihoods
         return posterior_weights(evidence.before, log_likelihoods, evidence.restarts, self.prior, self.switch_rate)
@@ -146,7 +146,7 @@ class CosineRouter(Router):
     is_hard: ClassVar[bool] = True
     router: str = field(default="cosine", init=False)
     threshold: float = 0.5  # cosine above which a token takes the preserve path
-    strict: bool = False  # whether that is the base model alone, without an up stream of its own
+    strict: bool = False  # whether the preserve path is the base model alone, without an up stream
 
     def paths(self, expansions: tuple[str, ...]) -> tuple[Path, ...]:
         from .expanded_paths import BASE, Path
@@ -162,13 +162,13 @@ class CosineRouter(Router):
         return problems
 
     def sides(self, features: Features) -> tuple[list[WeighedPath], Tensor | None]:
-        from .expanded_mixture import row_cosines
+        from .expanded_routing import row_cosines
 
         bases = features.base_logits()
         z_p, z_a = bases[0], bases[-1]
         observed = row_cosines(z_p.detach(), z_a.detach())
         if not self.strict and z_p is not z_a:
-            # logits are large: where nothing trains, the mean is made in place
+            # logits are large, so the mean is made in place if nothing trains
             bases = [(z_p + z_a) / 2, z_a.clone()] if z_a.requires_grad else [z_p.add_(z_a).div_(2), z_a]
         return features.sides(bases), observed
 
@@ -183,12 +183,12 @@ ROUTERS: dict[str, type] = {kind.router: kind for kind in (PosteriorRouter, Cosi
 
 
 def make_router(settings: dict[str, Any], expansions: int, source: str = "") -> Router:
-    """Make the router that settings name, the posterior one where they name none.
+    """Make the router that settings name; by default the posterior one.
 
     Args:
         settings: `router`, and its numbers.
         expansions: How many expansions it weighs beside the base.
-        source: Where the settings are from, if not from a call.
+        source: Origin of the settings for errors, if they are not arguments.
 
     Raises:
         ValueError: If there is no such router, or one of its numbers is out of range.

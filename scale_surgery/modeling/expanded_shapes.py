@@ -1,14 +1,14 @@
-"""Tensors that an expansion adds to a module, by its kind: names and shapes; one with a side of 0 is not there.
+"""Tensors that an expansion adds to a module, by its kind: names and shapes. One with a side of 0 does not exist.
 
     linear              w12 (out, up in)   w21 (up out, in)   w22 (up out, up in)   up_bias (up out)
-    grown               the same, and what trains in place of the base: w11 (out, in)   bias11 (out)
+    grown               the same, and copies that train in place of the base: w11 (out, in)   bias11 (out)
     norm                up_weight (up)   up_bias (up)
     embedding, head     up_weight (rows, up)   new_rows (new tokens, in)
     padding             new_rows (new tokens, in), of an embedding without an up part
     block               w12 (out, inner)   w21 (inner, in)   w22 (inner, up)   up_weight (up, inner)
-    with gates          gate (in + up in + 1) of what writes into the base stream or the logits
+    gated variant       gate (in + up in + 1) of modules that write into the base stream or the logits
 
-Planning and loading use the same list. This file is read without torch, to plan an expansion.
+Planning and loading use the same list. Planning imports this file without torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 def shapes_of(
     spec: dict[str, Any], rows: int = 0, *, has_bias: bool = False, has_w12: bool = False, is_gated: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors beside a module.
+    """Return the shapes of an expansion's tensors at a module, by name.
 
     Args:
-        spec: What config.json says of the module.
-        rows: Rows of its weight, of an embedding or a head; new tokens come after them.
-        has_bias: Whether it has a bias.
+        spec: Entry of the module in config.json.
+        rows: Rows of the weight of an embedding or a head; new tokens come after them.
+        has_bias: Whether the module has a bias.
         has_w12: Whether the expansion writes into its base stream.
-        is_gated: Whether it writes through gates.
+        is_gated: Whether the expansion writes through gates.
     """
     kind = spec["kind"]
     if is_gated and (has_w12 or kind == "head"):

@@ -1,4 +1,4 @@
-"""What expanded and fused models need of the stock classes that they are made of."""
+"""Stock classes: what expanded and fused models share to load, wrap and extend them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .expanded_releases import ADDED_AFTER, ADDED_BEFORE, NO_WEIGHTS, warn_of_ne
 
 # tensors that an error names
 MOST_NAMED = 5
-# what a folder or repository without weights may be: this code opens no file
+# a folder or repository without weights may be an extract; this code opens no file to find out
 AN_EXTRACT = (
     "A folder with extract.json in place of weights is an extract: an expansion without its base, which extract.json "
     "names. Put it on that base: scale-surgery apply EXTRACT --base BASE -o FOLDER writes a model that loads so; or "
     "scale_surgery.load_expansion(BASE, EXTRACT) makes one in memory."
 )
-# a gate that nothing has trained is open: 2 sigmoid(3) - 0.5 is above 1
+# an untrained gate is open, since 2 sigmoid(3) - 0.5 is above 1
 BEGINS_OPEN, STRETCH, GATE_EPSILON = 3.0, 0.5, 1e-6
 
 
 class View:
-    """An object with some values replaced; everything else is read live from the object."""
+    """An object with some attributes replaced; all others are read live from the object."""
 
     def __init__(self, viewed: Any, values: dict[str, Any]) -> None:
         self.__dict__.update(values, viewed=viewed)
@@ -39,15 +39,22 @@ class View:
         return getattr(self.viewed, name)
 
 
+def twin(module: Any, **values: Any) -> Any:
+    """Copy a module with the same tensors and modules, and with `values` as attributes."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update(vars(module), **values)
+    return copy
+
+
 class StrictlyLoaded:
-    """Mixin before a stock model class: loads as transformers does, and refuses files that do not fit."""
+    """Mixin before a stock model class that loads as transformers does, and refuses files that do not fit."""
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """Load as transformers does, refuse what does not fit, and let nothing of the base train.
+        """Load as transformers does, refuse files that do not fit, and freeze the base.
 
-        `strict_loading=False` takes what is missing as it was initialised, as transformers does;
-        `output_loading_info=True` then says what that is.
+        `strict_loading=False` keeps missing tensors as they were initialised, as transformers does;
+        `output_loading_info=True` then names them.
         """
         warn_of_new_release(next(iter(args), kwargs.get("pretrained_model_name_or_path")))
         is_strict, says_more = kwargs.pop("strict_loading", True), kwargs.pop("output_loading_info", False)
@@ -59,22 +66,22 @@ class StrictlyLoaded:
             raise OSError(f"{error}\n{AN_EXTRACT}") from error
         if is_strict:
             model.check_loaded(info)
-        # loading resets what trains
+        # loading resets requires_grad
         model.freeze_base()
         return (model, info) if says_more else model
 
     def freeze_base(self) -> None:
-        """Let no tensor train."""
+        """Freeze all tensors."""
         for parameter in self.parameters():
             parameter.requires_grad_(False)
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """Refuse files whose tensors are not the model's; transformers warns, and initialises what is missing.
+        """Refuse files whose tensors are not the model's; transformers would warn, and initialise missing ones.
 
-        Tied tensors, and what the stock class leaves out itself, are not in `info`.
+        Tied tensors, and those that the stock class ignores, are not in `info`.
 
         Args:
-            info: What transformers says of loading.
+            info: Loading info of transformers.
 
         Raises:
             ValueError: If a tensor is missing, unexpected or of another shape.
@@ -91,9 +98,9 @@ class StrictlyLoaded:
             )
 
     def unexpected_tensors(self, info: dict[str, Any]) -> set[str]:
-        """Name the tensors of the files that are not the model's, but for those that its base's class does not load.
+        """Name the tensors of the files that are not the model's, except those that the base's class does not load.
 
-        A model without a head needs none.
+        If the model has no head, those of a head are expected.
         """
         left_out = self.config.scale_surgery.get("base", {}).get("not_loaded", ())
         unexpected = {name for name in info["unexpected_keys"] if not is_under(name, left_out)}
@@ -101,30 +108,30 @@ class StrictlyLoaded:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """What initialises is stock code, which looks at each tensor whether a file gave it; code of others may not.
+        """Return False: the stock class initialises the weights and skips loaded tensors, which custom code may not do.
 
-        transformers would not let it compute the buffers of modules whose own tensors all came from files.
+        For custom code, transformers would not compute the buffers of modules whose tensors were all loaded.
         """
         return False
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Whether experts run by kernels that can be chosen, as the stock model's do; transformers 5 alone asks.
+        """Return whether the stock model lets transformers 5 choose the kernels of experts.
 
-        It looks for a word in the source of a class's module, and ours is another: experts would be added up in another
-        order than the base's, unless a stock model was made before.
+        transformers looks for a word in the source of a class's module, which is not in ours. Experts would then be
+        added up in another order than the base's, unless a stock model was made before.
         """
         stock: Any = next(parent for parent in cls.__mro__ if not issubclass(parent, StrictlyLoaded))
         return stock._can_set_experts_implementation()
 
 
 def is_under(name: str, paths: Iterable[str]) -> bool:
-    """Whether a tensor that is no expansion's has one of these paths, or lies under it."""
+    """Return whether a tensor of the base has one of these paths, or a path below one."""
     return ".expansions." not in name and any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 def is_head(names: set[str]) -> bool:
-    """Whether tensors that a model without a head has no place for are those of one head."""
+    """Return whether the unexpected tensors of a model without a head are those of one head."""
     modules = {
         name.partition(".expansions.")[0] if ".expansions." in name else name.rpartition(".")[0] for name in names
     }
@@ -132,10 +139,10 @@ def is_head(names: set[str]) -> bool:
 
 
 def find_base_model(model: nn.Module, path: str) -> nn.Module:
-    """The module that holds embedding, layers and final norm; a model without a head lacks the first parts of its path.
+    """Find the module that holds embedding, layers and final norm.
 
     Args:
-        model: The whole model, or one without its head.
+        model: The whole model, or one without its head, whose paths lack the first parts.
         path: Dotted path of that module in the whole model.
     """
     while path:
@@ -147,7 +154,7 @@ def find_base_model(model: nn.Module, path: str) -> nn.Module:
 
 
 def find_module(parent: nn.Module, name: str) -> nn.Module:
-    """The module that config.json names; releases of transformers rename modules."""
+    """Find a module that config.json names; releases of transformers rename modules."""
     try:
         return parent.get_submodule(name)
     except AttributeError as error:
@@ -158,19 +165,19 @@ def find_module(parent: nn.Module, name: str) -> nn.Module:
 
 
 def specs_of(plan: dict[str, Any], layer: int) -> dict[str, Any]:
-    """The specs of one layer, of the base or an expansion; layers may be of several kinds."""
+    """Return the specs of one layer, of the base or an expansion; layers may be of several kinds."""
     return plan["kinds"][plan["kind_of_layer"][layer]] if "kinds" in plan else plan
 
 
 def normalise(x: Tensor, style: str, epsilon: float, gain: Tensor, bias: Tensor | None) -> Tensor:
-    """The norm of one stream.
+    """Compute the norm of one stream.
 
     Args:
         x: The stream.
         style: "rms" (gain w), "layer" (mean, variance, gain), or one of them with "_plus_one" (gain 1 + w).
-        epsilon: What is added to the variance.
+        epsilon: Added to the variance.
         gain: w, as it is stored.
-        bias: Added at last, if there is one.
+        bias: Added at the end, if there is one.
     """
     gain = gain + 1.0 if style.endswith("_plus_one") else gain
     if style.startswith("layer"):
@@ -180,11 +187,11 @@ def normalise(x: Tensor, style: str, epsilon: float, gain: Tensor, bias: Tensor 
 
 
 def gate_scores(gate: Tensor, base: Tensor, up: Tensor) -> Tensor:
-    """Scores of a gate, which reads a base stream and the up stream beside it, both scaled to a mean square of 1.
+    """Compute the scores of a gate from a base stream and the up stream beside it, both scaled to a mean square of 1.
 
-        z = 3 + w x / rms(x) + w_up x_up / rms(x_up) + b      gate = [w, w_up, b], zero at first, so that it begins open
+        z = 3 + w x / rms(x) + w_up x_up / rms(x_up) + b      gate = [w, w_up, b], initially zero, which is open
 
-    No gradient reaches the base stream through it.
+    No gradient reaches the base stream through the gate.
 
     Args:
         gate: (d + u + 1).
@@ -203,18 +210,18 @@ def gate_scores(gate: Tensor, base: Tensor, up: Tensor) -> Tensor:
 
 
 def opened(scores: Tensor) -> Tensor:
-    """How far gates are open: g = clamp(2 sigmoid(z) - 0.5, 0, 1), which reaches 0 and 1; it has no gradient."""
+    """Compute the openings of gates, g = clamp(2 sigmoid(z) - 0.5, 0, 1), which reach 0 and 1 and have no gradient."""
     return (torch.sigmoid(scores.detach()) * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1)
 
 
 def through_gate(module: Any, base: Tensor, up: Tensor, values: Tensor) -> Tensor:
-    """What the gate of a module lets through of values: all of them where it has none.
+    """Multiply values by the opening of a module's gate; return them as they are if it has none.
 
     Args:
-        module: Has `gate`, or none; one that `keeps_scores` has those of its last forward in `scores` (b, t, 1).
+        module: If it has `keeps_scores`, its `scores` become those of this forward (b, t, 1).
         base: Base stream that the module reads.
         up: Up stream that it reads.
-        values: What passes.
+        values: Values to multiply.
     """
     gate = module._parameters.get("gate")
     if gate is None:
@@ -226,7 +233,7 @@ def through_gate(module: Any, base: Tensor, up: Tensor, values: Tensor) -> Tenso
 
 
 def find_stock_model(name: str, module: str, prefix: str) -> tuple[Any, Any]:
-    """The stock model class that a class of ours is made of, by its name, and the configuration class of its base."""
+    """Find the stock model class of one of our classes by its name, and the configuration class of its base."""
     class_name, _, config = name.partition("_of_")
     stock = find_stock_class(class_name, PreTrainedModel, module, prefix)
     if not config:
@@ -235,12 +242,12 @@ def find_stock_model(name: str, module: str, prefix: str) -> tuple[Any, Any]:
 
 
 def make_model_class(prefix: str, mixin: type, stock: Any, stock_config: type, **attributes: Any) -> Any:
-    """The class of a model that is made of a stock one: the mixin before it, and `config_class` among the attributes.
+    """Make a model class of a stock one: the mixin comes before it, and `config_class` is among the attributes.
 
-    Its name says the configuration class of the base where that is not the stock model's own.
+    Its name contains the configuration class of the base if that is not the stock model's own.
     """
     suffix = "" if stock_config is stock.config_class else f"_of_{stock_config.__name__}"
-    # where GenerationMixin is no direct base, transformers makes another class of a remote one that generates
+    # without GenerationMixin as a direct base, transformers replaces a remote class that generates by another
     generates = (GenerationMixin,) if issubclass(stock, GenerationMixin) else ()
     made = type(f"{prefix}{stock.__name__}{suffix}", (mixin, stock, *generates), attributes)
     convert_as(made, stock, stock_config)
@@ -248,10 +255,10 @@ def make_model_class(prefix: str, mixin: type, stock: Any, stock_config: type, *
 
 
 def convert_as(made: Any, stock: type, stock_config: Any) -> None:
-    """Let transformers 5 convert names and tensors on disk as for the stock class; code of others gets no conversion.
+    """Let transformers 5 convert names and tensors on disk as for the stock class, which it does not for custom code.
 
-    Without it the experts of a mixture, one tensor each on disk, would be initialised anew. transformers 4 reads what
-    it knows of from the class.
+    Otherwise the experts of a mixture, one tensor each on disk, would be initialised anew. transformers 4 takes
+    conversions from the class itself.
     """
     try:
         from transformers.conversion_mapping import (
@@ -266,22 +273,21 @@ def convert_as(made: Any, stock: type, stock_config: Any) -> None:
 
 
 def padded(x: Tensor, width: int) -> Tensor:
-    """A stream with so many zeros beside it."""
+    """Append `width` zeros to a stream."""
     return functional.pad(x, (0, width)) if width else x
 
 
 def adds_features(base_model: nn.Module) -> bool:
-    """Whether a model adds features of images to the hidden state between its layers."""
+    """Return whether a model adds features of images to the hidden state between its layers."""
     return bool({ADDED_AFTER, ADDED_BEFORE}.intersection(signature(base_model.forward).parameters))
 
 
 def wide_features(inputs: dict[str, Any], widen: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
-    """Inputs of a base model, with what is added to the hidden state between layers as wide as that is there.
+    """Widen the inputs of a base model that it adds to the hidden state between layers.
 
     Args:
         inputs: Named inputs of its forward.
-        widen: Gives features, and the number of the layer after which they are added (-1 before the first), their
-            width.
+        widen: Widens features for the hidden state after a layer, given by its number (-1 before the first).
     """
     wider: dict[str, Any] = {}
     if inputs.get(ADDED_AFTER) is not None:

@@ -1,24 +1,24 @@
 """Fused models: a stock model, widened in place, in which base weights and blocks of an expansion are one matrix.
 
-    [ W    W12 ]      each linear is a stock one with more inputs and outputs: one product where the expanded model has
+    [ W    W12 ]      each linear is a stock one with more inputs and outputs: one product, where the expanded model has
     [ W21  W22 ]      four. Its sums run in another order, so results are those of the blocks up to rounding
 
-Nothing but sizes differs from the stock model, so that a server which replaces linears, embedding, head and attention
-by its own can serve it. What cannot be one wide module is a small class before the stock one:
+Only sizes differ from the stock model, so a server that replaces linears, embedding, head and attention by its own can
+serve it. Modules that need more than another size get a small class before the stock one:
 
     Split       a norm: of the base stream by the stock module, of the up stream beside it by its own statistics
-    Narrow      a module that reads the base stream alone, or beside whose output zeros stand
-    Entering    a layer before which the up stream begins, as zeros, or two paths part
+    Narrow      a module that reads the base stream alone, or has zeros beside its output
+    Entering    a layer before which the up stream enters, as zeros, or two paths fork
     Shared      an embedding that is also the head: [W | the head's up part | its own up part]
-    Padding     the last norm before such a head: zeros for the columns that only the embedding reads
+    Padding     the last norm before such a head: zeros for the columns that only the embedding has
 
-A cosine router makes two paths of the layers from the first with W12 on: [p, p_up | a, a_up] side by side. Their heads
-attend in one call, and a linear is two (`PathLinear`), of base streams and of up streams, since W12 acts on the second
+With a cosine router, two paths run side by side from the first layer with W12 on: [p, p_up | a, a_up]. Their heads
+attend in one call. A linear becomes two (`PathLinear`), of base streams and of up streams, since W12 acts on the second
 path alone. The last norm decides (`Deciding`): with G = [W b]'[W b] of the base's head, the cosine of the logits of p
-and a is p'Ga / sqrt(p'Gp a'Ga). Logits are linear in what the norm gives, so their mean is one of features.
+and a is p'Ga / sqrt(p'Gp a'Ga). The mean of features gives the mean of logits, which are linear in them.
 
-A linear that reads its up stream through a gate is two as well, and so are those beside it, since servers take modules
-of one class for alike; the gate of the head stands in the last norm.
+A linear that reads its up stream through a gate also becomes two, and so do its neighbours, since servers treat modules
+of one class alike. The gate of the head is in the last norm.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FusedPreTrainedModel(StrictlyLoaded):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config.stock_config(), *args, **kwargs)
-        # that of every module inside
+        # the configuration of all modules inside
         self.stock_config, self.config = self.config, config
         config._attn_implementation = self.stock_config._attn_implementation
         sizes = {name for name in config.scale_surgery["stock"] if hasattr(self.stock_config, name)}
@@ -77,7 +77,7 @@ class FusedPreTrainedModel(StrictlyLoaded):
         if "gram" in config.scale_surgery:
             # half precision has too few bits for a decision
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "gram"}
-        # a layer lies on one device, by whatever name its class goes
+        # a layer stays on one device, also under the new name of its class
         layers = (type(module).__name__ for module in self.modules() if isinstance(module, Entering))
         self._no_split_modules = [*(self._no_split_modules or ()), *layers]
         self.freeze_base()
@@ -96,7 +96,7 @@ class FusedPreTrainedModel(StrictlyLoaded):
                 norm.threshold = stored
 
     def set_attn_implementation(self, *args, **kwargs):
-        """As transformers, for the modules inside too."""
+        """Set it as transformers does, for the modules inside too."""
         super().set_attn_implementation(*args, **kwargs)
         self.stock_config._attn_implementation = self.config._attn_implementation
 
@@ -106,7 +106,7 @@ def widen_model(model: nn.Module, specs: dict[str, Any]) -> None:
 
     Args:
         model: The model.
-        specs: What config.json says under `scale_surgery`.
+        specs: The entry `scale_surgery` of config.json.
     """
     facts, (plan,) = specs["base"], specs["expansions"]
     base_model = find_base_model(model, facts["base_model"])
@@ -129,7 +129,7 @@ def widen_model(model: nn.Module, specs: dict[str, Any]) -> None:
         if first < 0 or name == facts["last"]:
             widen_module(base_model, name, spec, 1 + (name == facts["last"] and fork < len(layers)), up)
     head = model.get_output_embeddings()
-    # a server has a head of its own, and reads what the last norm gives
+    # a server has a head of its own, so the gate is in the last norm
     if plan.get("variant") == "gated" and up and plan["head"]:
         add_gate(find_module(base_model, facts["last"]), facts["hidden"] + up)
     if fork < len(layers):
@@ -153,13 +153,13 @@ def widen_model(model: nn.Module, specs: dict[str, Any]) -> None:
 
 
 def widen_layer(layer: nn.Module, specs: dict[str, Any], index: int, *, has_two_paths: bool) -> None:
-    """Widen the modules of a layer, and tell its attention how many heads there are."""
+    """Widen the modules of a layer, and set the number of heads of its attention."""
     facts, (plan,) = specs_of(specs["base"], index), specs["expansions"]
     is_expanded, paths = index in plan["expanded_layers"], 1 + has_two_paths
     modules = specs_of(plan, index)["expanded" if is_expanded else "passing"]
     w12_groups = plan["collaborative"]["groups"] if index in plan["collaborative"]["layers"] else ()
     gated_groups = w12_groups if plan.get("variant") == "gated" and is_expanded else ()
-    # of two paths each passes through every module
+    # both of two paths pass through every module
     for name in facts["modules"] | modules if has_two_paths else modules:
         spec = facts["modules"].get(name, {}) | modules.get(name, {})
         is_gated = modules.get(name, {}).get("group") in gated_groups
@@ -182,10 +182,10 @@ def widen_module(
     Args:
         parent: The module that its name begins in.
         name: Its name.
-        spec: What config.json says of it.
+        spec: Its entry in config.json.
         paths: How many paths pass through it.
         up: Width of the up stream.
-        is_gated: Whether a linear reads its up stream through a gate, or stands beside one that does.
+        is_gated: Whether a linear or a neighbour of it reads its up stream through a gate.
     """
     module, kind = find_module(parent, name), spec["kind"]
     if kind in ("activation", "head_norm"):
@@ -207,7 +207,7 @@ def widen_module(
 
 
 def linear_widths(module: nn.Module, spec: dict[str, Any], up: int) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """Base and up width of what a linear reads, and of each section of what it writes."""
+    """Return base and up width of the input of a linear, and of each section of its output."""
     if spec["kind"] == "linear":
         return tuple(spec["in_features"]), [tuple(widths) for widths in spec["out_features"]]
     reads, writes = sizes_of(module)
@@ -216,18 +216,18 @@ def linear_widths(module: nn.Module, spec: dict[str, Any], up: int) -> tuple[tup
 
 
 def sizes_of(linear: Any) -> tuple[int, int]:
-    """Features that a linear (or Conv1D) reads, and that it writes."""
+    """Return the numbers of inputs and outputs of a linear (or Conv1D)."""
     return (linear.in_features, linear.out_features) if isinstance(linear, nn.Linear) else (linear.nx, linear.nf)
 
 
 def widen_embedding(module: nn.Embedding, columns: int) -> None:
-    """Give an embedding so many more columns."""
+    """Add columns to an embedding."""
     module.embedding_dim += columns
     module.weight = nn.Parameter(module.weight.new_zeros(module.num_embeddings, module.embedding_dim))
 
 
 def widen_linear(module: Any, inputs: int, outputs: int) -> None:
-    """Give a linear (or Conv1D) so many more inputs and outputs."""
+    """Add inputs and outputs to a linear (or Conv1D)."""
     is_linear = isinstance(module, nn.Linear)
     shape = [width + new for width, new in zip(sizes_of(module), (inputs, outputs), strict=True)]
     vars(module).update(zip(("in_features", "out_features") if is_linear else ("nx", "nf"), shape, strict=True))
@@ -237,19 +237,19 @@ def widen_linear(module: Any, inputs: int, outputs: int) -> None:
 
 
 def add_gate(module: nn.Module, width: int) -> None:
-    """Give a module a gate that reads so many features of both streams; see `gate_scores`."""
+    """Give a module a gate that reads `width` features of both streams; see `gate_scores`."""
     like = next(module.parameters())
     module.gate = nn.Parameter(like.new_zeros(width + 1))
 
 
 class TwoPaths:
-    """A module with a `PathLinear`: a server that rewrites modules by their class must not take it for stock."""
+    """A module with a `PathLinear`; a server that rewrites modules by their class must not take it for a stock one."""
 
 
 class PathLinear(nn.Module):
-    """A linear that paths pass through: [W; W21] reads their base streams, [W12; W22] their up streams.
+    """A linear for all paths: [W; W21] reads their base streams, [W12; W22] their up streams.
 
-    W12 writes on the last path alone. What it writes lies section by section: first path before second, base before up.
+    W12 writes on the last path alone. The order of the output is by section, then by path, then base before up.
     """
 
     def __init__(
@@ -262,11 +262,8 @@ class PathLinear(nn.Module):
         reads_up: bool,
     ):
         super().__init__()
-        self.path_count, self.inputs, self.widths = (
-            paths,
-            list(inputs),
-            [width for section in sections for width in section],
-        )
+        self.path_count, self.inputs = paths, list(inputs)
+        self.widths = [width for section in sections for width in section]
         self.base = copy(stock)
         self.base._parameters = dict(stock._parameters)
         widen_linear(self.base, 0, sum(self.widths) - sizes_of(stock)[1])
@@ -275,7 +272,7 @@ class PathLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What stock code asks for where it initialises."""
+        """Return the weight that stock code initialises."""
         return self.base.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -318,7 +315,7 @@ class Narrow:
     """A module that reads only the base stream of each path, of `base_width`, or gives `up_width` zeros beside it."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # what is no hidden state, such as token ids, is one path
+        # an input that is no hidden state, such as token ids, is one path
         paths = x.chunk(self.path_count, dim=-1) if self.path_count > 1 else (x,)
         bases = [path if self.base_width is None else path[..., : self.base_width] for path in paths]
         outputs = [padded(super(Narrow, self).forward(base, *args, **kwargs), self.up_width) for base in bases]
@@ -326,7 +323,7 @@ class Narrow:
 
 
 class Shared:
-    """An embedding that is also the head; the columns of the head's up part are left out, or zeros in their place."""
+    """An embedding that is also the head; the columns of the head's up part are removed, or replaced by zeros."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         base, _, up = super().forward(*args, **kwargs).split(self.widths, dim=-1)
@@ -334,14 +331,14 @@ class Shared:
 
 
 class Padding:
-    """A module beside whose output stand zeros."""
+    """A module with zeros beside its output."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return padded(super().forward(*args, **kwargs), self.zeros)
 
 
 class Entering:
-    """A layer before which the up stream begins, as zeros, or two paths part, which are the same until then."""
+    """A layer before which the up stream enters, as zeros, or two paths fork, which are the same until then."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         wide = padded(hidden_states, self.up_width)
@@ -350,7 +347,7 @@ class Entering:
 
 
 class Deciding:
-    """The last norm of a model with a cosine router: it gives, for each token, what the head is to read."""
+    """The last norm of a model with a cosine router; it returns the features of each token on its chosen path."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = super().forward(x).chunk(2, dim=-1)
@@ -363,12 +360,12 @@ class Deciding:
         return torch.where(chosen, preserved, second)
 
     def cosine(self, p: Tensor, a: Tensor) -> Tensor:
-        """Cosine of the logits of two base streams (b, t, 1), float32."""
+        """Compute the cosine of the logits of two base streams (b, t, 1), float32."""
         p, a = p.float(), a.float()
         if len(self.gram) > p.shape[-1]:
             # the bias of the head
             p, a = (functional.pad(stream, (0, 1), value=1.0) for stream in (p, a))
-        # of a model that was cast as a whole
+        # a cast of the whole model may have changed its dtype
         gram = self.gram.float()
         of_p, of_a = p @ gram, a @ gram
         lengths = (of_p * p).sum(-1, keepdim=True) * (of_a * a).sum(-1, keepdim=True)
@@ -392,20 +389,17 @@ def become(module: nn.Module, kind: type, **values: Any) -> None:
 
 @cache
 def class_of(kind: type, stock: type) -> type:
-    """A stock class with one of this file before it."""
+    """Make a stock class with one of this file before it."""
     return type(f"{kind.__name__}{stock.__name__}", (kind, stock), {"__module__": __name__})
 
 
 def model_of(stock: type, stock_config: type, module: str = "") -> type:
-    """The fused form of a stock model.
+    """Make the fused form of a stock model class.
 
     Args:
         stock: Stock model class.
         stock_config: Configuration class of the base model.
-        module: Where the class is found if not here, and that of its configuration.
-
-    Returns:
-        The class.
+        module: Module of the class if not this one, and of its configuration.
     """
     return _make_model(stock, stock_config, config_of(stock_config, module), module or __name__)
 
@@ -420,13 +414,13 @@ def _make_model(stock: Any, stock_config: type, config: type, module: str) -> ty
 
     attributes = {"config_class": config, "__module__": module, "__doc__": FusedPreTrainedModel.__doc__}
     made = make_model_class("Fused", FusedPreTrainedModel, stock, stock_config, forward=forward, **attributes)
-    # the same model as its stock forward has to see it; transformers knows classes by their names
+    # the same model for its stock forward, under the same name, by which transformers knows classes
     inside = type(made.__name__, (made,), {"config": property(inner_config), "__module__": module})
     return made
 
 
 def inner_config(model: Any) -> Any:
-    """The configuration of a fused model, but for sizes: what stock code computes with them is of those of the base."""
+    """Make a view of the configuration of a fused model with the sizes of the base, with which stock code computes."""
     values = vars(model)
     return View(values["config"], values["stock_sizes"])
 

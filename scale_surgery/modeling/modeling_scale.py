@@ -2,7 +2,15 @@
 
 `ScaleQwen3ForCausalLM` is made of `Qwen3ForCausalLM`. Where a model type uses the class of another, as InternLM3 uses
 Llama's, the name says so: `ScaleLlamaForCausalLM_of_InternLM3Config`. The files beside this one travel with the
-checkpoint. They open no file, and need only torch and transformers.
+checkpoint. They open no file, and need only torch and transformers:
+
+    configuration_scale   the key of config.json that describes base, expansions and router
+    expanded_model        the model: choice of paths, forward, loading, saving
+    expanded_paths        paths, their streams, and the active expansions of a thread
+    expanded_modules      stock modules through which paths pass, attention included
+    expanded_blocks       tensors of an expansion, and products with them; expanded_shapes: their names and shapes
+    expanded_routers      routers and their numbers; expanded_routing: their arithmetic and state
+    expanded_stock        stock classes; expanded_releases: names that differ between releases of transformers
 
 What happens to a token
 -----------------------
@@ -25,15 +33,15 @@ What happens to a token
    `GrownBlocks`) keep that up to rounding alone, since sums run in another order there. So does `torch.compile`, which
    chooses kernels itself.
 5. An expansion with W12 writes into a base stream of its own. Before the first layer in which it does, a hook copies x
-   for it (`Parting`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
+   for it (`Fork`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, once on
    x, once on x'; W12 x_up is added to what it gives for x' and to nothing else. Where law runs alone, x' is all there
    is, and the stock module runs once.
-6. Attention (`expanded_attention`) sees more heads: those of x, those that each expansion adds, those of x'. Each part
+6. Attention (`ExpandedAttention`) sees more heads: those of x, those that each expansion adds, those of x'. Each part
    attends by itself. One KV cache holds all of them.
 7. The last norm puts base streams, each with the up streams beside it, one after the other along the batch, and the
    head (`ExpandedHead`) makes logits of each path: those of its base stream, plus head_up x_up.
 8. A router (`expanded_routers`) weighs the paths, and gives one set of logits out. What it remembers of the tokens read
-   is one more layer of the KV cache (`expanded_state`). Without a router there is one path, or each row of the batch
+   is one more layer of the KV cache (`RouterState`). Without a router there is one path, or each row of the batch
    takes the logits of its own.
 """
 
@@ -46,31 +54,27 @@ from typing import Any
 from .configuration_scale import config_of
 
 # transformers 4 copies the files that this one imports itself, and no others
-from .expanded_attention import SPLIT_ATTENTION  # noqa: F401
-from .expanded_loading import refusing
-from .expanded_mixture import Mixture  # noqa: F401
-from .expanded_model import ExpandedPreTrainedModel
-from .expanded_modules import Blocks  # noqa: F401
+from .expanded_blocks import Blocks  # noqa: F401
+from .expanded_model import ExpandedPreTrainedModel, refusing
+from .expanded_modules import ExpandedModule  # noqa: F401
 from .expanded_paths import Paths  # noqa: F401
 from .expanded_releases import ADAPTER_METHODS, name_cache
 from .expanded_routers import Router  # noqa: F401
 from .expanded_routing import route  # noqa: F401
 from .expanded_shapes import shapes_of  # noqa: F401
-from .expanded_state import RouterState  # noqa: F401
 from .expanded_stock import find_stock_model, make_model_class
-from .expanded_streams import product  # noqa: F401
 
 
 def model_of(stock: type, stock_config: type, module: str = "") -> type:
-    """The expanded form of a stock model; it reads the names on disk that the stock model reads.
+    """Make the expanded form of a stock model class; it reads the names on disk that the stock model reads.
 
     Args:
         stock: Stock model class.
         stock_config: Configuration class of the base model.
-        module: Where the class is found if not here, and that of its configuration.
+        module: Module of the class if not this one, and of its configuration.
 
     Returns:
-        The class. One without a head gives hidden states, [base stream, up stream].
+        The class. A model without a head returns hidden states, [base stream, up stream].
     """
     return _make_model(stock, stock_config, config_of(stock_config, module), module or __name__)
 
@@ -79,7 +83,7 @@ def model_of(stock: type, stock_config: type, module: str = "") -> type:
 def _make_model(stock: Any, stock_config: type, config: type, module: str) -> type:
     names = list(signature(stock.forward).parameters)[1:]
 
-    # with the signature of the stock model, from which others learn what it takes
+    # with the signature of the stock model, which transformers and trainers inspect
     @wraps(stock.forward)
     def forward(self, *args, **inputs):
         inputs = dict(**dict(zip(names[: len(args)], args, strict=True)), **inputs)

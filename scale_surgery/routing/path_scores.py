@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from scale_surgery.modeling.expanded_mixture import row_cosines
-from scale_surgery.modeling.expanded_routing import TokenScores, weigh
+from scale_surgery.modeling.expanded_routing import TokenScores, row_cosines, weigh
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.routing.watched import Observer, observed_by
 from scale_surgery.running.loss import Measurement, reading_order

@@ -52,7 +52,7 @@ class Tail(NamedTuple):
         """Logits of hidden states (rows, n, width), which take the place of those in the decoder's output."""
         import torch
 
-        from scale_surgery.modeling.expanded_modules import twin
+        from scale_surgery.modeling.expanded_stock import twin
 
         given = Given(self.decoder, with_hidden(output, hidden))
         owner: Any = twin(self.owner, _modules={**self.owner._modules, self.name: given})
@@ -170,7 +170,7 @@ def scores_of_head(model: Any, head: Any, hidden: Tensor) -> list[tuple[Any, Ten
     gated = [blocks for blocks in getattr(head, "expansions", {}).values() if getattr(blocks, "keeps_scores", False)]
     if not gated:
         return []
-    Features.of(head, hidden, model.running.now().paths, model.stream_widths)
+    Features.of(head, hidden, model.active.now().paths, model.stream_widths)
     return [(blocks, scores) for blocks in gated if (scores := vars(blocks).pop("scores", None)) is not None]
 
 
@@ -217,7 +217,7 @@ def pieces_of_logits(logits: Tensor, wanted: Tensor) -> Pieces:
 
 def cut(count: int, width: int) -> list[slice]:
     """Cut positions into pieces of at most LOGITS_AT_ONCE numbers, `width` a position."""
-    from scale_surgery.modeling.expanded_mixture import in_chunks
+    from scale_surgery.modeling.expanded_routing import in_chunks
 
     return list(in_chunks(count, width, LOGITS_AT_ONCE))
 
@@ -226,14 +226,14 @@ class Reader:
     """Lets a router read a batch piece by piece, as generation lets it read a long prompt."""
 
     def __init__(self, model: Any, inputs: Mapping[str, Tensor]) -> None:
-        from scale_surgery.modeling.expanded_state import RouterCall
+        from scale_surgery.modeling.expanded_routing import RouterContext
 
         self.model, self.choice = model, model.choice
         # a router that reads no tokens has no state, but its restarts all the same
         given = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
-        call = RouterCall.of(given, 0, reads_tokens=self.choice.router.reads_tokens, is_training=True)
-        self.ids, self.restarts = inputs["input_ids"], call.restarts
-        self.call: RouterCall | None = None
+        context = RouterContext.of(given, 0, reads_tokens=self.choice.router.reads_tokens, is_training=True)
+        self.ids, self.restarts = inputs["input_ids"], context.restarts
+        self.context: RouterContext | None = None
         self.state: Any = None
 
     @contextmanager
@@ -254,31 +254,31 @@ class Reader:
         """Routed logits of a piece; hidden states outside of pieces, which nobody reads."""
         from scale_surgery.modeling.expanded_routing import route
 
-        if self.call is None:
+        if self.context is None:
             base: Tensor = features.bases[0]
             return base
-        self.call.move(features.unsplit.device)
+        self.context.move(features.unsplit.device)
         # it counts whether a router weighs the logits that new tokens lack
         with self.model.use_choice(self.choice):
-            return route(self.choice.router, features, self.call)
+            return route(self.choice.router, features, self.context)
 
     def reading(self, logits_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor, slice], Tensor]:
         """What reads the next piece."""
         from transformers.cache_utils import DynamicLayer
 
-        from scale_surgery.modeling.expanded_state import RouterCall, RouterState
+        from scale_surgery.modeling.expanded_routing import RouterContext, RouterState
 
         def read(part: Tensor, positions: slice) -> Tensor:
             ids, restarts = self.ids[:, positions], self.restarts[:, positions]
-            self.call = RouterCall(ids, restarts, self.state, slice(None))
+            self.context = RouterContext(ids, restarts, self.state, slice(None))
             try:
                 logits = logits_of(part)
-                if self.call.result is not None:
+                if self.context.result is not None:
                     state = RouterState(DynamicLayer())  # type: ignore[no-untyped-call]
-                    state.set(*self.call.result, tokens=ids.shape[1])
+                    state.set(*self.context.result, tokens=ids.shape[1])
                     self.state = state
                 return logits
             finally:
-                self.call = None
+                self.context = None
 
         return read

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from scale_surgery.modeling.expanded_mixture import row_chunks
+from scale_surgery.modeling.expanded_routing import row_chunks
 from scale_surgery.running.loss import evaluating
 from scale_surgery.running.pieces import PROBED_TOKENS, Pieces, Tail, find_tail, in_pieces
 from scale_surgery.text.sequences import IGNORED

@@ -16,7 +16,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.code_names import BUILT_IN
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.modeling.expanded_attention import SPLIT_ATTENTION
+from scale_surgery.modeling.expanded_modules import SPLIT_ATTENTION
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.tokenizer import load_tokenizer, need_tokenizer
 from tests.command import run

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_surgery.deriving.norms import norm_style
-from scale_surgery.modeling.expanded_modules import NormBlocks
+from scale_surgery.modeling.expanded_blocks import NormBlocks
 from scale_surgery.modeling.expanded_shapes import shapes_of
 
 FEATURES, EPSILON = 24, 1e-5

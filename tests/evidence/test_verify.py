@@ -158,16 +158,16 @@ def test_swapped_w12_and_w21_are_named(copy) -> None:
 def test_a_joint_norm_is_caught(copy) -> None:
     """A norm over both streams together changes the base stream; code that does so differs from ours."""
     path = copy("preserve")
-    code = (path / "expanded_modules.py").read_text()
+    code = (path / "expanded_blocks.py").read_text()
     up = "normalise(up.float(), self.style, self.epsilon, self.up_weight.float(), bias)"
     separate = f"        return y, {up}.to(y.dtype)\n"
     assert code.count(separate) == 1
     joint = "        y = y * base.norm() / torch.cat((base, up), -1).norm()\n"
-    (path / "expanded_modules.py").write_text(code.replace(separate, joint + separate))
+    (path / "expanded_blocks.py").write_text(code.replace(separate, joint + separate))
     unread = verify(path)
     assert not unread.passed and unread.numbers is None
     assert unread.problems == (
-        "expanded_modules.py: is not the code that the expansion wrote. Read it before you trust it.",
+        "expanded_blocks.py: is not the code that the expansion wrote. Read it before you trust it.",
     )
     assert verify(path, probes=None, required=("recoverable",)).passed
     run = verify(path, run=RunOptions(trust_remote_code=True))

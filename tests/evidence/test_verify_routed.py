@@ -136,7 +136,7 @@ def change(file: Path, old: str, new: str) -> None:
 def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Copy) -> None:
     path = copy("mixture")
     mixed = "lead.log1p_().add_(anchor)"
-    change(path / "expanded_mixture.py", mixed, "rest[0]")
+    change(path / "expanded_routing.py", mixed, "rest[0]")
     assert not verify(path).passed
     run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
     assert not run.passed and not promise(run, "bounded_forgetting").holds
@@ -152,10 +152,10 @@ def test_a_router_that_finds_no_state_is_caught(place: Path, copy: Copy) -> None
     cosine = verify(place / "cosine", record=False).numbers
     assert cosine is not None and cosine.kept_state is None, "it reads no tokens"
     path = copy("switching")
-    change(path / "expanded_state.py", 'input_ids"), find_cache(inputs)', 'input_ids"), inputs.get("a_former_name")')
+    change(path / "expanded_routing.py", 'input_ids"), find_cache(inputs)', 'input_ids"), inputs.get("a_former_name")')
     with pytest.raises(CheckpointError, match="no KV cache holds the router's state for its beginning"):
         verify(path, run=RunOptions(trust_remote_code=True), record=False)
-    change(path / "expanded_state.py", "reads_tokens and not past and goes_on(", "False and goes_on(")
+    change(path / "expanded_routing.py", "reads_tokens and not past and goes_on(", "False and goes_on(")
     run = verify(path, run=RunOptions(trust_remote_code=True), record=False)
     assert not run.passed and run.numbers is not None and not promise(run, "bounded_forgetting").claimed
     assert any(f"its state holds 1 token of {state.read}, so generate" in problem for problem in run.problems)
@@ -164,7 +164,7 @@ def test_a_router_that_finds_no_state_is_caught(place: Path, copy: Copy) -> None
 def test_a_router_whose_state_is_another_is_caught(copy: Copy) -> None:
     """Its weights after each token are lost, and the count of tokens is right."""
     path = copy("switching")
-    change(path / "expanded_state.py", "weights.transpose(1, 2)", "weights.transpose(1, 2) * 0")
+    change(path / "expanded_routing.py", "weights.transpose(1, 2)", "weights.transpose(1, 2) * 0")
     run = verify(path, run=RunOptions(trust_remote_code=True), record=False)
     assert not run.passed
     assert any(problem.startswith("router: weights of the paths with and without") for problem in run.problems)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Mamba2Config, StaticCache
 
-from scale_surgery.modeling import expanded_routing, expanded_state
+from scale_surgery.modeling import expanded_routing
 from scale_surgery.modeling.expanded_releases import CACHE, OLD_CACHES, find_cache
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
-from scale_surgery.modeling.expanded_state import RouterState, state_of
+from scale_surgery.modeling.expanded_routing import RouterState, state_of
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
@@ -345,7 +345,7 @@ def test_a_release_that_renames_the_cache_is_noticed(model_of: Callable[..., Any
     """Nothing among the inputs is known as a cache: generation with one is refused, without one it is as before."""
     model, prompt = model_of("llama", "posterior"), {"input_ids": random_ids(2, 9)}
     wanted = model.generate(**prompt, **GREEDY)
-    monkeypatch.setattr(expanded_state, "find_cache", lambda inputs: None)
+    monkeypatch.setattr(expanded_routing, "find_cache", lambda inputs: None)
     with pytest.raises(ValueError, match=WITHOUT_STATE):
         model.generate(**prompt, **GREEDY)
     assert_same_generation(model.generate(**prompt, **GREEDY, use_cache=False), wanted)

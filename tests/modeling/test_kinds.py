@@ -19,10 +19,9 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from scale_surgery import Request, expand, route_export
 from scale_surgery.checkpoint.expansions import expansion_of
-from scale_surgery.modeling.expanded_attention import expand_attention
 from scale_surgery.modeling.expanded_model import ExpandedPreTrainedModel
-from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_module
-from scale_surgery.modeling.expanded_paths import BASE, Call, Paths, Running
+from scale_surgery.modeling.expanded_modules import ExpandedModule, expand_attention, expand_module
+from scale_surgery.modeling.expanded_paths import BASE, ActiveExpansions, Context, Paths
 from scale_surgery.modeling.expanded_paths import Path as ModelPath
 from scale_surgery.modeling.modeling_scale import model_of
 from tests import routed
@@ -146,13 +145,15 @@ def test_two_paths_cannot_pass_through_a_block_that_keeps_a_cache(mixtral, tmp_p
 def test_attention_that_is_computed_inside_its_module_is_refused():
     """As older releases of transformers compute that of some models."""
     with pytest.raises(ValueError, match=r"adds heads to Linear, which in transformers 5\..* does not hand queries"):
-        expand_attention(nn.Linear(2, 2), {"heads": 2, "kv_heads": 2}, Running(Call(Paths((BASE,), {}, 1))), 0)
+        expand_attention(
+            nn.Linear(2, 2), {"heads": 2, "kv_heads": 2}, ActiveExpansions(Context(Paths((BASE,), {}, 1))), 0
+        )
 
 
 def test_a_module_is_expanded_once():
     activation = expand_alone(nn.GELU(), "activation", up_in=2)
-    expansion, running = activation.expansions["default"], activation.running
-    expand_module(activation, "activation", running, 0)
+    expansion, active = activation.expansions["default"], activation.active
+    expand_module(activation, "activation", active, 0)
     assert isinstance(activation, ExpandedModule) and activation.expansions["default"] is expansion
     x = torch.randn(1, 6)
     torch.testing.assert_close(activation(x), torch.nn.functional.gelu(x))
@@ -226,7 +227,7 @@ def test_a_head_with_a_bias_sees_last_tokens_as_the_base_does(dtype, is_enabled)
     head.load_state_dict(stock.state_dict())
     expand_alone(head, "head", base=64, up=8, dtype=None).requires_grad_(False)
     if not is_enabled:
-        head.running.chosen = Call(Paths((BASE,), {}, 1))
+        head.active.chosen = Context(Paths((BASE,), {}, 1))
     features = torch.randn(3, 13, 72).to(dtype)
     base = features[..., :64].contiguous()
     seen = features if is_enabled else base
@@ -257,7 +258,7 @@ def test_copies_are_computed_as_the_stock_class_computes(stock):
 def widened(entering: int, *expansions: str) -> dict[int, Any]:
     """What becomes of features that stock code adds before layers, where `writer` writes from the first layer on."""
     paths = Paths((BASE, *map(ModelPath, expansions)), {"writer": 0, "reader": None}, 2)
-    model = SimpleNamespace(running=Running(Call(paths)), stream_widths={"": 4, "writer": 2, "reader": 3})
+    model = SimpleNamespace(active=ActiveExpansions(Context(paths)), stream_widths={"": 4, "writer": 2, "reader": 3})
     model.entering_widths = {
         name: width if not name else entering * width for name, width in model.stream_widths.items()
     }
@@ -284,5 +285,5 @@ def test_what_is_added_before_layers_is_as_wide_as_what_enters_them(entering):
 
 
 def test_nothing_is_widened_where_the_base_runs():
-    model = SimpleNamespace(running=Running(Call(Paths((BASE,), {}, 2))))
+    model = SimpleNamespace(active=ActiveExpansions(Context(Paths((BASE,), {}, 2))))
     assert ExpandedPreTrainedModel._widen(model, nn.Module(), (), {"deepstack_features": {0: FEATURES}}) is None

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel
 
-from scale_surgery.modeling.expanded_modules import ExpandedModule, LinearBlocks, PassingBlocks
-from scale_surgery.modeling.expanded_streams import join_streams, streams_of
+from scale_surgery.modeling.expanded_blocks import LinearBlocks, PassingBlocks, join_streams, streams_of
+from scale_surgery.modeling.expanded_modules import ExpandedModule
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests.by_hand import expand_alone
@@ -118,9 +118,9 @@ def test_no_name_of_an_expanded_model_is_one_that_a_stock_model_assigns(llama):
     files = Path(transformers.models.__file__).parent.glob("*/modeling_*.py")
     stock = {name for file in files for name in re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", file.read_text("utf-8"))}
     assert {"blocks", "lm_head"} <= stock, "the control: MPT's layers, and heads, are found"
-    mixins = [kind for kind in type(llama.expanded).__mro__ if kind.__module__.endswith(("_model", "_loading"))]
+    mixins = [kind for kind in type(llama.expanded).__mro__ if kind.__module__.endswith("_model")]
     names = {name for kind in mixins for name in vars(kind)} | (vars(llama.expanded).keys() - vars(llama.base).keys())
-    assert {"expansion_blocks", "running", "set_expansion"} <= names
+    assert {"expansion_blocks", "active", "set_expansion"} <= names
     assert not {name for name in names & stock if not name.startswith("__")}
 
 

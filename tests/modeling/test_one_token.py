@@ -1,4 +1,4 @@
-"""A token at a time several expansions are computed together in part, and each stays bit for bit what it is alone."""
+"""A token at a time, each of several expansions stays bit for bit what it is alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from scale_surgery import Request, expand, extract
-from scale_surgery.modeling.expanded_attention import HeadPart, joined_parts
-from scale_surgery.modeling.expanded_mixture import normalizers
-from scale_surgery.modeling.expanded_state import state_of
+from scale_surgery.modeling.expanded_routing import normalizers, state_of
 from tests.composed import LLAMA, Made
 from tests.conftest import shake
 from tests.each import mostly
@@ -54,10 +52,6 @@ def test_each_path_reads_a_token_as_alone(tmp_path, family, dtype, head, threads
         expected = [(path_logits.float() - normalizers(path_logits)[..., None])[:, -1] for path_logits in logits]
         assert all(map(torch.equal, keys, expected))
         assert not any(torch.equal(keys[1], key) for key in expected[2:]), "the negative control: they differ"
-    attention, query = model.model.layers[1].self_attn, torch.zeros(1, 1, 1, head, dtype=dtype)
-    # where no gradient is asked for
-    parts = tuple(part._replace(is_detached=False) for part in attention.parts_of[model.running.now().paths])
-    assert (len(joined_parts(parts, query, "sdpa")) == 1) is (threads == 1 < len(parts))
 
 
 @pytest.mark.parametrize("give", ["assign", "part", "dtype"])
@@ -84,12 +78,3 @@ def test_parameters_that_are_exchanged_are_those_that_compute(made_of, give):
     fresh.set_expansion(fresh.expansions)
     # a copy lies elsewhere in memory, which may show in the last bit of a row
     torch.testing.assert_close(fresh(token[:, :1], use_cache=False).logits, after)
-
-
-def test_heads_attend_together_only_where_that_is_exact(threads):
-    old, new = HeadPart(4, 2, is_base=True), HeadPart(2, 1, is_base=False)
-    parts, token = (old, new, new, old, new), torch.zeros(2, 12, 1, 16)
-    assert joined_parts(parts, token, "sdpa") == (parts if threads > 1 else (HeadPart(14, 7, is_base=False),))
-    # heads that begin inside a cache line, several tokens, a batched product of all heads
-    for states, name in ((token[..., :8], "sdpa"), (torch.zeros(2, 12, 3, 16), "sdpa"), (token, "eager")):
-        assert joined_parts(parts, states, name) == parts

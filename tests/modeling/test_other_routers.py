@@ -16,8 +16,7 @@ from scale_surgery import CheckpointError, GenerationSettings, PlanError, Probes
 from scale_surgery.errors import Problem
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.modeling.expanded_routers import ROUTERS, Router
-from scale_surgery.modeling.expanded_routing import Evidence
-from scale_surgery.modeling.expanded_state import state_of
+from scale_surgery.modeling.expanded_routing import Evidence, state_of
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.report import route_report
 from scale_surgery.routing.watched import watched

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.modeling import expanded_attention, expanded_modules
+from scale_surgery.modeling import expanded_blocks, expanded_modules
 from scale_surgery.modeling.expanded_paths import Group, Paths
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.planning.request import Request
@@ -538,7 +538,7 @@ def test_a_joint_norm_breaks_the_output(pair_of, monkeypatch):
         return joined.split([base.shape[-1], up.shape[-1]], dim=-1)
 
     pair = pair_of("llama", "adapt")
-    monkeypatch.setattr(expanded_modules.NormBlocks, "forward", joint)
+    monkeypatch.setattr(expanded_blocks.NormBlocks, "forward", joint)
     with torch.no_grad():
         drift = (pair.base(**prompts()[0]).logits - pair.expanded(**prompts()[0]).logits).abs().max()
     assert drift > 1e-2, "not a matter of rounding"
@@ -562,7 +562,7 @@ def test_streams_that_are_computed_at_once_break_the_bits(pair_of, monkeypatch, 
         return attention(module.stock, *states, **options)
 
     if joined == "attention":
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, expanded_attention.SPLIT_ATTENTION, at_once)
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, expanded_modules.SPLIT_ATTENTION, at_once)
     else:
         monkeypatch.setattr(expanded_modules.ExpandedActivation, "through", lambda self, run, x, layout: run(x))
     assert unequal(pair.base, pair.expanded)

@@ -22,7 +22,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.modeling.expanded_releases import CACHE
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
-from scale_surgery.modeling.expanded_state import state_of
+from scale_surgery.modeling.expanded_routing import state_of
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from tests import routed
@@ -63,7 +63,7 @@ def test_threads_run_their_own_choices(many: Any) -> None:
         for number, outputs in enumerate(pool.map(run, range(8))):
             assert all(map(torch.equal, outputs, wanted[number % 4])), choices[number % 4]
     assert many.active_expansion == "chess"
-    assert many.running.thread.call is None, "nothing is left behind"
+    assert many.active.thread.context is None, "nothing is left behind"
 
 
 @torch.no_grad()

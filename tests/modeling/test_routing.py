@@ -15,12 +15,18 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from scale_surgery.checkpoint.expansions import expansion_of
-from scale_surgery.modeling import expanded_mixture, expanded_routing
-from scale_surgery.modeling.expanded_mixture import mix, posterior_weights
-from scale_surgery.modeling.expanded_modules import LinearBlocks
+from scale_surgery.modeling import expanded_routing
+from scale_surgery.modeling.expanded_blocks import LinearBlocks
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
-from scale_surgery.modeling.expanded_routing import Features, PathFeatures, route
-from scale_surgery.modeling.expanded_state import RouterCall, find_restarts
+from scale_surgery.modeling.expanded_routing import (
+    Features,
+    PathFeatures,
+    RouterContext,
+    find_restarts,
+    mix,
+    posterior_weights,
+    route,
+)
 from tests import routed
 from tests.by_hand import expand_alone
 from tests.conftest import load
@@ -247,7 +253,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 def mixed(router: Any, *paths: Tensor, ids: Tensor, **options: Any) -> Tensor:
     """Log-probabilities that a router makes of any logits, float64."""
-    call = RouterCall(ids, first_only(ids), None, slice(None), **options)
+    call = RouterContext(ids, first_only(ids), None, slice(None), **options)
     path_features = tuple(PathFeatures(number, None, None) for number in range(len(paths)))
     features = Features(plain_head(paths[0].shape[-1]), tuple(path.clone() for path in paths), path_features, paths[0])
     with torch.no_grad():
@@ -274,7 +280,7 @@ def slow_mixture(
 @pytest.mark.parametrize("rate", (0.0, 0.01, 0.5))
 @pytest.mark.parametrize("scale", (1.0, 10.0, 300.0))
 def test_posterior_is_the_bayes_mixture(scale: float, rate: float, at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(expanded_mixture, "CHUNK_ON_CPU", at_once)
+    monkeypatch.setattr(expanded_routing, "CHUNK_ON_CPU", at_once)
     generator = torch.Generator().manual_seed(2)
     z_p, z_a = (torch.randn(3, 30, 7, generator=generator) * scale for _ in range(2))
     ids = torch.randint(0, 7, (3, 30), generator=generator)
@@ -383,7 +389,7 @@ def test_what_does_not_weigh_by_the_past_breaks_the_bound(monkeypatch: Any) -> N
     assert excess(PosteriorRouter((0.5, 0.5), 0.0), *steady) <= math.log(2) + room(steady[0])
     late = ADVERSARIAL["a little"]
     assert excess(PosteriorRouter((0.5, 0.5), 0.3), *late) > math.log(2) + 1, "a switch rate costs"
-    monkeypatch.setattr(expanded_mixture, "log_odds_after", lambda before, evidence, *_: torch.zeros_like(evidence))
+    monkeypatch.setattr(expanded_routing, "log_odds_after", lambda before, evidence, *_: torch.zeros_like(evidence))
     assert excess(PosteriorRouter((0.5, 0.5), 0.0), *steady) > math.log(2) + 10
 
 
@@ -394,7 +400,7 @@ def test_what_does_not_weigh_by_the_past_breaks_the_bound(monkeypatch: Any) -> N
 @pytest.mark.parametrize("odds", (-40.0, -3.0, -0.2, 0.0, 0.2, 3.0, 40.0))
 @pytest.mark.parametrize("scale", (1.0, 30.0))
 def test_the_gradient_of_the_mixture(odds: float, scale: float, at_once: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(expanded_mixture, "CHUNK_ON_CPU", at_once)
+    monkeypatch.setattr(expanded_routing, "CHUNK_ON_CPU", at_once)
     generator = torch.Generator().manual_seed(4)
     z_p, z_a = (torch.randn(6, 7, generator=generator) * scale for _ in range(2))
     # what a loss of probabilities sends back sums to zero in each row

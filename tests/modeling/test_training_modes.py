@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from scale_surgery.modeling.expanded_modules import ExpandedHeadNorm, ExpandedModule, LinearBlocks
+from scale_surgery.modeling.expanded_blocks import LinearBlocks
+from scale_surgery.modeling.expanded_modules import ExpandedHeadNorm, ExpandedModule
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests.conftest import load

@@ -58,7 +58,7 @@ def test_exported_code_is_as_small_as_the_page_says() -> None:
         assert sum(len(modeling.code_text(file).splitlines()) for file in files) < lines
     # the only module that is imported by its name is one that transformers has loaded already
     importing_files = [file for file in EXPORTED if "import_module(" in modeling.code_text(file)]
-    assert importing_files == ["expanded_attention.py"]
+    assert importing_files == ["expanded_modules.py"]
     assert "import_module(type(module).__module__)" in modeling.code_text(importing_files[0])
 
 
@@ -122,22 +122,22 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
 ) -> None:
     folder = Path(shutil.copytree(llama.path, tmp_path / "forged"))
     assert verify(folder, probes=None, record=False).warnings == (), "the control: of released code"
-    code = folder / "expanded_streams.py"
+    code = folder / "expanded_blocks.py"
     code.write_text(code.read_text() + "# harmless\n")
     with edited(folder / "surgery.json") as manifest:
-        manifest["code"]["expanded_streams.py"] = hashlib.sha256(code.read_bytes()).hexdigest()
+        manifest["code"]["expanded_blocks.py"] = hashlib.sha256(code.read_bytes()).hexdigest()
     verification = verify(folder, probes=None, record=False)
     assert verification.problems == ()
     assert verification.warnings == (
-        "expanded_streams.py: differs from every release of this program. Read it before you let it run with "
+        "expanded_blocks.py: differs from every release of this program. Read it before you let it run with "
         "trust_remote_code; without, the code of this program runs.",
     )
     # nor is it excused as a file of the base
     with edited(folder / "surgery.json") as manifest:
-        manifest["base_files"]["expanded_streams.py"] = {
-            "sha256": manifest["code"]["expanded_streams.py"],
+        manifest["base_files"]["expanded_blocks.py"] = {
+            "sha256": manifest["code"]["expanded_blocks.py"],
             "bytes": code.stat().st_size,
-            "stored_as": "expanded_streams.py",
+            "stored_as": "expanded_blocks.py",
         }
     assert verify(folder, probes=None, record=False).warnings == verification.warnings
 

@@ -346,7 +346,7 @@ def test_a_changed_block_is_named(fused: Path, tmp_path: Path) -> None:
 def test_a_merge_whose_logits_drift_is_not_written(expanded: Path, tmp_path: Path) -> None:
     # the folder's own code computes something else than the code that the merged folder gets
     copy = Path(shutil.copytree(expanded, tmp_path / "other"))
-    code = copy / "expanded_modules.py"
+    code = copy / "expanded_blocks.py"
     text = code.read_text()
     assert "            y_up = product(base, w21, y)\n" in text
     code.write_text(text.replace("y_up = product(base, w21, y)\n", "y_up = 2 * product(base, w21, y)\n"))

@@ -147,7 +147,7 @@ def test_the_logits_of_the_base_stream_are_those_of_the_base(pair_of, tmp_path, 
         and not stream_logits.equal(ours)
         and not stream_logits.requires_grad
     )
-    assert model.running.thread.call is None, "nothing of the call stays"
+    assert model.active.thread.context is None, "nothing of the call stays"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     both, reference = (torch.autograd.grad(logits.float().square().sum(), trained) for logits in (ours, alone))
     torch.testing.assert_close(both, reference)
