@@ -344,7 +344,7 @@ def _preserve_problems(request: Request, widths: Widths) -> list[Problem]:
     problems = [Problem("preserve-without-up-stream", "--up-width")] if widths.up_width == 0 else []
     given = {"--collaborative-layers": request.collaborative_layers, "--collaborate": request.collaborate}
     options = ((option, value) for option, value in given.items() if value is not None)
-    return problems + [Problem("option-without-w12", option, value=value) for option, value in options]
+    return problems + [Problem("option-of-adapt", option, value=value) for option, value in options]
 
 
 def _sealed_problems(
