@@ -377,48 +377,44 @@ def test_a_plan_that_was_proved_otherwise_says_what_was(base_of, tmp_path):
 
 
 # another style is another specification of the module; what classes are called decides nothing
-OTHER_FACTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+OTHER_FACTS: dict[str, tuple[Callable[[Any], Any], str, list[str]]] = {
     "a style": (
         lambda content: content["facts"]["architecture"]["final_norm"].update(style="layer"),
         "plan-differs",
-        "with other specs (proved with ",
+        ["specs"],
     ),
     "a name": (
         lambda content: content["facts"]["architecture"]["final_norm"].update(name="wte"),
         "plan-not-followed",
-        "(model.wte.weight: ",
+        ["model.wte.weight"],
     ),
     "a size": (
         lambda content: content["facts"]["sizes"].update(hidden=8),
         "plan-unreadable",
-        "(facts.sizes.hidden is 8,",
+        ["facts.sizes.hidden"],
     ),
     "a release": (
         lambda content: content["facts"]["proof"]["versions"].update({"scale-surgery": "0.0"}),
         "plan-differs",
-        "release of this program (proved with scale-surgery 0.0, ",
+        ["release of this program"],
     ),
-    "no release": (
-        lambda content: content["facts"].update(proof={}),
-        "plan-differs",
-        "release of this program (proved with releases that it does not name,",
-    ),
-    "a key": (lambda content: content.update(layers=[0]), "plan-unreadable", "(layers is unknown)"),
-    "no request": (lambda content: content.pop("request"), "plan-unreadable", "(request is missing)"),
+    "no release": (lambda content: content["facts"].update(proof={}), "plan-differs", ["release of this program"]),
+    "a key": (lambda content: content.update(layers=[0]), "plan-unreadable", ["layers"]),
+    "no request": (lambda content: content.pop("request"), "plan-unreadable", ["request"]),
     # as rank-layers -o writes a request
     "a request alone": (
         lambda content: [content.pop(key) for key in list(content) if key != "request"],
         "plan-unreadable",
-        "facts is missing",
+        ["base_name", "base_revision", "base_fingerprint", "facts"],
     ),
-    "a request of another kind": (lambda content: content.update(request=4), "plan-unreadable", "(request is 4,"),
-    "words alone": (lambda content: content["facts"]["architecture"].update(config_class="AConfig"), "", ""),
+    "a request of another kind": (lambda content: content.update(request=4), "plan-unreadable", ["request"]),
+    "words alone": (lambda content: content["facts"]["architecture"].update(config_class="AConfig"), "", []),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_FACTS)
 def test_what_a_saved_plan_says_has_to_give_the_same_plan(base_of, tmp_path, name):
-    change, code, reason = OTHER_FACTS[name]
+    change, code, differing = OTHER_FACTS[name]
     file, made = tmp_path / "plan.json", plan(base_of("llama"), Request("1"))
     save_plan(made, file)
     with edited(file) as content:
@@ -427,7 +423,8 @@ def test_what_a_saved_plan_says_has_to_give_the_same_plan(base_of, tmp_path, nam
         assert load_plan(base_of("llama"), file) == made
         return
     (problem,) = problems(load_plan, base_of("llama"), file, error=PlanError)
-    assert (problem.code, problem.where) == (code, str(file)) and reason in problem.found
+    assert (problem.code, problem.where) == (code, str(file))
+    assert problem.values.get("parts", [detail.where for detail in problem.details]) == differing
 
 
 def test_a_file_that_is_no_plan(base_of, tmp_path):
