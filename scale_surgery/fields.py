@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from scale_surgery.errors import Problem
+
 KIND_NAMES: dict[type, str] = {bool: "True or False", str: "text", int: "a whole number", float: "a number"}
 # 0200 is 128 to some and 200 to others
 WHOLE = re.compile("[-+]?(0|[1-9][0-9]*)")
@@ -174,12 +176,11 @@ def fields_of(owner: type) -> dict[str, Field]:
     }
 
 
-def problems_of(filled: Any, form: str = "{typed} is {value!r}", *, with_ranges: bool = True) -> list[str]:
-    """Say which fields of a filled dataclass hold what they may not: a message for each, which `form` begins."""
-    # without ranges of numbers, types and choices alone are looked at
+def problems_of(filled: Any, *, with_ranges: bool = True) -> list[Problem]:
+    """List the fields of a filled dataclass whose values do not fit; without ranges, only types and choices count."""
     pairs = ((field, getattr(filled, field.name)) for field in fields_of(type(filled)).values())
     return [
-        f"{form.format(typed=field.typed, option=field.option, value=value)}, expected {expected}."
+        Problem("value-unfit", field.typed, value=repr(value), kind=expected)
         for field, value in pairs
         if (expected := field.expects(value, with_range=with_ranges)) is not None
     ]

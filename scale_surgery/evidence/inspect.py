@@ -194,6 +194,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     check_layers(architecture, sizes.layers, checkpoint.tensors)
     is_base = CONFIG_KEY not in checkpoint.config
     base = read_base(checkpoint, run) if is_base else None
+    quantised = None if base is None else quantisation_of(base)
     sizes = sizes if base is None else base.sizes
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
@@ -212,7 +213,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         bytes=sum(shards.values()),
         left_out=checkpoint.left_out,
         expanded=None if is_base else _summarise(checkpoint, str(model)),
-        quantisation=None if base is None else quantisation_of(base),
+        quantisation=None if quantised is None else str(quantised),
         not_loaded=() if base is None else base.facts.not_loaded,
         has_own_head=base is not None and base.facts.has_own_head,
         remarks=() if base is None else remarks_on(base.facts),

@@ -107,8 +107,7 @@ def hold_out(
         DataError: If a file cannot be read, or there is too little text for each part to get some.
         CheckpointError: If the output exists or cannot be written.
     """
-    problems: list[Problem | str] = [*problems_of(settings), *_part_problems(settings)]
-    if problems:
+    if problems := [*problems_of(settings), *_part_problems(settings)]:
         raise PlanError(*problems)
     files, target = list(map(str, listed(data))), Path(output)
     check_target(target, paths_of(files), overwrite=False)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +42,6 @@ from scale_surgery.learning.recipe import PRESET, Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, stages_of
 from scale_surgery.planning.base import base_alone
-from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.plan import Plan
@@ -422,8 +421,7 @@ def _check_router(recipe: Recipe, made: Plan, expansions: int) -> None:
         read_limits(recipe.calibration, router)
 
 
-def _route_problems(made: Plan) -> Sequence[Problem | str]:
-    """Why an expansion cannot be routed; nothing where it can."""
-    if (reason := METHODS[made.request.method].refused.get("route")) is not None:
-        return [reason]
-    return path_problems(made.architecture, min(made.collaboration.layers, default=None))
+def _route_problems(made: Plan) -> list[Problem]:
+    """List why an expansion cannot be routed; nothing if it can."""
+    fork = min(made.collaboration.layers, default=None)
+    return made.method.refusal("route") or path_problems(made.architecture, fork)

@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.errors import CheckpointError, PlanError, Problem, in_one_line, name_some
+from scale_surgery.errors import CheckpointError, PlanError, Problem, name_some, problems_of
 from scale_surgery.modeling import AUTO_CLASSES
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.stored import expected_shapes, find_prefix, module_path
@@ -108,24 +108,27 @@ class Base:
 
 def check_facts(facts: BaseFacts) -> None:
     """Check that facts which were read from a file fit together."""
-    kinds, numbers = facts.architecture.kinds, facts.architecture.kind_of_layer
-    if len(numbers) != facts.sizes.layers or not kinds:
-        raise PlanError(f"facts.architecture.kind_of_layer names {len(numbers)} layers, expected {facts.sizes.layers}")
-    if not set(numbers) <= set(range(len(kinds))):
-        raise PlanError("facts.architecture.kind_of_layer names kinds that there are none of")
+    kinds, numbers, place = facts.architecture.kinds, facts.architecture.kind_of_layer, "facts.architecture"
+    if not kinds:
+        raise PlanError(Problem("value-empty", f"{place}.kinds"))
+    if len(numbers) != facts.sizes.layers:
+        counts = {"found": len(numbers), "expected": facts.sizes.layers}
+        raise PlanError(Problem("facts-layer-count", f"{place}.kind_of_layer", **counts))
+    if unknown := sorted(set(numbers) - set(range(len(kinds)))):
+        raise PlanError(Problem("facts-kind-unknown", f"{place}.kind_of_layer", numbers=unknown, kinds=len(kinds)))
     for key in ("classes", "own_code"):
-        named = getattr(facts.architecture, key)
-        if named and not set(named) & set(AUTO_CLASSES):
-            raise PlanError(f"facts.architecture.{key} names {', '.join(named)}, expected {' or '.join(AUTO_CLASSES)}")
+        named = list(getattr(facts.architecture, key))
+        if named and not {*named} & {*AUTO_CLASSES}:
+            raise PlanError(Problem("facts-class-unknown", f"{place}.{key}", names=named, classes=AUTO_CLASSES))
     linears = (linear for kind in kinds for linear in kind.linears)
     hidden = [("hidden", linear.inputs) for linear in linears if linear.reads == "residual"]
     problems = [
-        f"facts.sizes.{name} is {getattr(facts.sizes, name)}, expected {size} from facts.architecture"
-        for name, size in dict.fromkeys([*hidden, *sizes_of_blocks(facts.architecture).items()])
-        if getattr(facts.sizes, name) != size
+        Problem("facts-size", f"facts.sizes.{name}", size=size, expected=expected)
+        for name, expected in dict.fromkeys([*hidden, *sizes_of_blocks(facts.architecture).items()])
+        if (size := getattr(facts.sizes, name)) != expected
     ]
     if problems:
-        raise PlanError(in_one_line(problems))
+        raise PlanError(*problems)
 
 
 def sizes_of_blocks(architecture: Architecture) -> dict[str, int]:
@@ -145,11 +148,8 @@ def check_layers(architecture: Architecture, layers: int, names: Iterable[str]) 
     numbered = re.compile(rf"(?:.*\.)?{re.escape(architecture.layers)}\.(\d+)\.")
     numbers = {match[1] for name in names if (match := numbered.match(name))}
     if layers > len(numbers):
-        key = architecture.keys.get("layers", "num_hidden_layers")
-        raise CheckpointError(
-            f"config.json: {key} is {layers}, found tensors of {len(numbers)} layers. Is config.json "
-            "from this checkpoint, and is the checkpoint complete?"
-        )
+        place = f"{CONFIG_FILE}: {architecture.keys.get('layers', 'num_hidden_layers')}"
+        raise CheckpointError(Problem("layers-missing", place, layers=layers, found=len(numbers)))
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -163,10 +163,7 @@ def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """The base on which an expansion of this name is planned: a base model, or that of an expanded folder."""
     base = base_alone(checkpoint)
     if checkpoint.manifest is not None and name in checkpoint.manifest["expansions"]:
-        raise CheckpointError(
-            f"{checkpoint.path}: has an expansion called {name} already. Give the new one another name (--name), or "
-            "strip the model first (scale-surgery strip)."
-        )
+        raise CheckpointError(Problem("expansion-exists", checkpoint.path, name=name))
     return base
 
 
@@ -183,14 +180,11 @@ def base_alone(checkpoint: Checkpoint) -> Checkpoint:
         config, names = parse_json(record["replaced"][CONFIG_FILE]), record["base_tensors"]
         stored = {file["stored_as"] for file in files} - {None}
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{path / MANIFEST_FILE}: is incomplete ({error}). Restore it.") from error
+        raise CheckpointError(Problem("record-incomplete", path / MANIFEST_FILE, *problems_of(error))) from error
     if record.get("fused") is not None:
         refuse_form(path, "fused", "expanded")
     if numbering_of(checkpoint.config.get(CONFIG_KEY)) is not None:
-        raise CheckpointError(
-            f"{path}: has duplicated layers, expected a base model, or one with blocks beside it. Strip it first "
-            "(scale-surgery strip), or expand its base model."
-        )
+        raise CheckpointError(Problem("base-deepened", path))
     return replace(
         checkpoint,
         config=config,
@@ -221,26 +215,24 @@ def remarks_on(facts: BaseFacts) -> tuple[str, ...]:
 
 def check_base(base: Base) -> None:
     """Check that every tensor beside which something may be added is there, in the shape that its config says."""
-    if (how := quantisation_of(base)) is not None:
-        raise CheckpointError(f"{base.checkpoint.path}: {how}")
-    tensors, problems = base.checkpoint.tensors, _missing_biases(base)
+    if (quantised := quantisation_of(base)) is not None:
+        raise CheckpointError(quantised.within(base.checkpoint.path))
+    tensors, problems, dtypes = base.checkpoint.tensors, _missing_biases(base), list(FLOAT_DTYPES.values())
     for name, shape in (_needed_shapes(base) | _optional_shapes(base)).items():
         info = tensors.get(name)
         if info is None:
-            problems.append(f"{name}: no such tensor, expected one of shape {shape}. Is the checkpoint complete?")
+            problems.append(Problem("weight-missing", name, shape=shape))
         elif info.shape != shape:
-            problems.append(
-                f"{name}: shape {info.shape}, expected {shape} from config.json. Is config.json from this checkpoint?"
-            )
-        elif info.dtype not in FLOAT_DTYPES.values():
-            problems.append(f"{name}: dtype {info.dtype}, expected one of {', '.join(FLOAT_DTYPES.values())}. Cast it.")
+            problems.append(Problem("tensor-unlike-config", name, shape=info.shape, wanted=shape))
+        elif info.dtype not in dtypes:
+            problems.append(Problem("weight-dtype", name, dtype=info.dtype, choices=dtypes))
     # names in memory, which may be others
     if found := problems or base.not_found:
-        raise CheckpointError.from_problems(found)
+        raise CheckpointError(*found)
 
 
-def quantisation_of(base: Base) -> str | None:
-    """The error for a base whose weights, or whose config.json, are quantised; None for one that can be expanded."""
+def quantisation_of(base: Base) -> Problem | None:
+    """Return the problem of a base whose weights, or whose config.json, are quantised; None if it can be expanded."""
     tensors, (_, quantisation) = base.checkpoint.tensors, quantisation_config(base.checkpoint.config)
     # experts may be quantised: beside a mixture stands a small MLP, which is computed from none of its weights
     needed = [tensors.get(name) for name in _needed_shapes(base)]
@@ -249,24 +241,15 @@ def quantisation_of(base: Base) -> str | None:
     # some quantisers store other tensors in place of a weight
     if not dtypes and (not isinstance(quantisation, Mapping) or None not in needed):
         return left_over_quantisation(base.checkpoint.config, _dtypes(base))
-    return (
-        f"is quantised ({', '.join([*filter(None, [method]), *dtypes])}), expected floating-point weights, from which "
-        "new blocks are computed. Expand the unquantised model; its base can be quantised while it trains: "
-        "scale-surgery train --base-quantization int8, or nf4."
-    )
+    return Problem("base-quantised", schemes=[*filter(None, [method]), *dtypes])
 
 
-def left_over_quantisation(config: Mapping[str, Any], dtypes: Collection[str]) -> str | None:
-    """The error for a config.json that says how weights are quantised, where none of these dtypes is that of such."""
-    place, said = quantisation_config(config)
+def left_over_quantisation(config: Mapping[str, Any], dtypes: Collection[str]) -> Problem | None:
+    """Return the problem of a config.json that says how weights are quantised, if none of these dtypes is quantised."""
+    key, said = quantisation_config(config)
     if said is None or not {*dtypes} <= {*FLOATS, "I64", "BOOL"}:
         return None
-    method = f" by {said['quant_method']}" if isinstance(said, Mapping) and "quant_method" in said else ""
-    return (
-        f"config.json: {place} says that the weights are quantised{method}, and all of them are floats, which "
-        f"transformers would take for quantised ones. Delete {place} from config.json of the base. Quantise it as it "
-        "trains: scale-surgery train --base-quantization int8, or nf4."
-    )
+    return Problem("quantisation-left-over", f"{CONFIG_FILE}: {key}")
 
 
 def _dtypes(base: Base) -> set[str]:
@@ -303,9 +286,9 @@ def _optional_shapes(base: Base) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _missing_biases(base: Base) -> list[str]:
-    """Biases that some layers of a kind lack: a config has one switch for all of them."""
-    architecture, tensors, problems = base.architecture, base.loaded, list[str]()
+def _missing_biases(base: Base) -> list[Problem]:
+    """List biases that some layers of a kind lack: a config has one switch for all of them."""
+    architecture, tensors, problems = base.architecture, base.loaded, list[Problem]()
     for number, kind in enumerate(architecture.kinds):
         layers = [layer for layer in range(base.sizes.layers) if architecture.kind_of_layer[layer] == number]
         modules = [linear.name for linear in kind.linears]
@@ -314,7 +297,5 @@ def _missing_biases(base: Base) -> list[str]:
             names = [f"{module_path(architecture, base.prefix, layer, module)}.bias" for layer in layers]
             missing = [name for name in names if name not in tensors]
             if 0 < len(missing) < len(names):
-                problems += [
-                    f"{name}: no such tensor, other layers have one. Is the checkpoint complete?" for name in missing
-                ]
+                problems += [Problem("bias-missing", name) for name in missing]
     return problems

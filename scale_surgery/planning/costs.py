@@ -38,7 +38,6 @@ class Costs:
         base_stream_from: Lowest layer through which training backpropagates the base stream, None for none.
         peak_memory_bytes: Estimated peak memory of the expansion: resident, with pages of the libraries.
         stock: Cost of the stock form, a plain checkpoint of the base's architecture; None where there is none.
-        stock_problems: Why there is none.
     """
 
     parameters_before: int
@@ -50,7 +49,6 @@ class Costs:
     base_stream_from: int | None
     peak_memory_bytes: int
     stock: StockCost | None
-    stock_problems: tuple[str, ...]
 
 
 def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan], svd: str) -> Costs:
@@ -64,7 +62,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
     before = sum(info.elements for info in checkpoint.tensors.values())
     widths = Widths(**specs["widths"])
     facts = (base.architecture, base.sizes, widths)
-    problems = tuple(stock_problems(*facts))
+    has_stock_form = not any(stock_problems(*facts))
     return Costs(
         parameters_before=before,
         parameters_added=added,
@@ -77,8 +75,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
         up_stream_from=min(specs["expanded_layers"], default=0),
         base_stream_from=min(trained, default=None),
         peak_memory_bytes=_peak_memory(decomposed, tensors, checkpoint, svd, has_new_tokens=widths.new_tokens > 0),
-        stock=None if problems else cost_of_stock(*facts, checkpoint.tensors, base.head, (before, beside)),
-        stock_problems=problems,
+        stock=cost_of_stock(*facts, checkpoint.tensors, base.head, (before, beside)) if has_stock_form else None,
     )
 
 
@@ -97,7 +94,6 @@ def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[Tenso
         base_stream_from=layers[0],
         peak_memory_bytes=_peak_memory([], tensors, checkpoint, ""),
         stock=None,
-        stock_problems=("it is a stock checkpoint already, of more layers",),
     )
 
 

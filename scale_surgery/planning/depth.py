@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.architecture import Architecture, Kind, numberless
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate_depth
@@ -74,14 +75,11 @@ class Depth(Method):
     verb = "duplicated"
     adds_layers = True
     refused: ClassVar[Mapping[str, str]] = {
-        "quantised": "Its copies of layers are stock layers, which the quantiser would not tell from the base's. Train "
-        "it on the base as it is stored.",
-        "route": "It is a stock checkpoint, whose classes run one path; a router needs --method scale or grow.",
-        "merge": "It is a stock checkpoint already, which any program loads as it is, so there is nothing to merge.",
-        "compose": "Its copies of layers stand between the base's, where no other path could pass them by; expected "
-        "--method scale or grow.",
-        "load_expansion": "Its copies of layers would renumber the layers of a model in memory. Put it on its base on "
-        "disk (scale-surgery apply), and load that folder by from_pretrained.",
+        "quantised": "deepened-on-quantised",
+        "route": "deepened-not-routed",
+        "merge": "deepened-is-stock",
+        "compose": "deepened-not-composed",
+        "load_expansion": "deepened-in-memory",
     }
     about_rows = "A row is the copy that follows that base layer"
     opening: ClassVar[Mapping[str, str]] = {
@@ -104,8 +102,8 @@ class Depth(Method):
         "`scale_surgery.freeze_base(model)` lets them train, and nothing else."
     )
 
-    def config_problems(self, config: Mapping[str, Any]) -> list[str]:
-        """Keys by which layers share caches or weights, or depend on their numbers."""
+    def config_problems(self, config: Mapping[str, Any]) -> list[Problem]:
+        """List keys by which layers share caches or weights, or depend on their numbers."""
         return binding_problems(config)
 
     def resolve(self, base: Base, request: Request) -> Resolved:
@@ -246,13 +244,14 @@ def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], archite
     return edited
 
 
-def binding_problems(config: Mapping[str, Any]) -> list[str]:
-    """Keys of a config.json by which layers share caches or weights, or depend on their numbers, a line each."""
+def binding_problems(config: Mapping[str, Any]) -> list[Problem]:
+    """List keys of a config.json by which layers share caches or weights, or depend on their numbers."""
     nested = config.get("text_config")
-    places = {"config.json": config, "config.json: text_config": nested if isinstance(nested, Mapping) else {}}
+    places = {"": config, "text_config.": nested if isinstance(nested, Mapping) else {}}
     return [
-        f"{place}: {binding.key} is {values[binding.key]!r}: {binding.reason}, so no layer can be duplicated. Use "
-        "--method scale or grow."
+        Problem(
+            "layers-bound", f"{CONFIG_FILE}: {place}{binding.key}", value=values[binding.key], reason=binding.reason
+        )
         for place, values in places.items()
         for binding in BINDINGS
         if binding.holds(values)
@@ -267,16 +266,10 @@ def per_layer_lists(config: Mapping[str, Any], layers: int) -> dict[str, list[An
 
 def check_depth_config(architecture: Architecture, config: Mapping[str, Any], layers: int) -> None:
     """Check that a config.json can describe more layers."""
-    problems = []
-    if config.get("layer_types") is not None and "layer_types" not in per_layer_lists(config, layers):
-        problems.append(
-            f"config.json: layer_types is {config['layer_types']!r}, expected a list of {layers}, one for each layer. "
-            "Is this config.json from this checkpoint?"
-        )
+    problems, types = list[Problem](), config.get("layer_types")
+    if types is not None and "layer_types" not in per_layer_lists(config, layers):
+        problems.append(Problem("config-layer-types", f"{CONFIG_FILE}: layer_types", value=types, layers=layers))
     if architecture.keys.get("layers") not in config:
-        problems.append(
-            "config.json: does not say itself how many layers there are, expected a language model without a part for "
-            "images or sound. Use --method scale or grow."
-        )
+        problems.append(Problem("config-without-layers", CONFIG_FILE))
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.fields import Range
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base
@@ -34,12 +34,7 @@ class Grow(Method):
     options = ("copies",)
     verb = "grown"
     starts_at_zero = False
-    refused: ClassVar[Mapping[str, str]] = {
-        "quantised": "The base is quantised, and copies of base weights, halved with them, would not add up to what it "
-        "computes. Load the base as it is stored.",
-        "fuse": "--to fused: the model is grown, and the base product of its down projections counts a share, so that "
-        "one matrix would hold other bytes than the base's. Merge --to stock: a plain checkpoint with a larger MLP.",
-    }
+    refused: ClassVar[Mapping[str, str]] = {"quantised": "grown-on-quantised", "fuse": "grown-not-fused"}
     about_w12 = (
         "W12 is the copies' part of the down projection, and started as the base's over the number of copies: norm "
         "of its change."
@@ -54,11 +49,11 @@ class Grow(Method):
   archivePrefix = {arXiv}
 }"""
 
-    def problems(self, request: Request) -> list[str]:
-        """At least two copies."""
+    def problems(self, request: Request) -> list[Problem]:
+        """Refuse fewer than two copies, and more than any model has."""
         if request.copies is None or request.copies in COPIES:
             return []
-        return [f"--copies is {request.copies}, expected {COPIES}: the original is one of them, and 1 adds nothing."]
+        return [Problem("copies-out-of-range", "--copies", copies=request.copies, range=COPIES)]
 
     def complete(self, request: Request) -> Request:
         """Two copies by default."""
@@ -126,7 +121,7 @@ class Grow(Method):
 
 def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
     """Inner features of the MLPs that are copied, the same in all layers."""
-    problems, widths = list[str](), set[int]()
+    problems, widths = list[Problem](), set[int]()
     for layer in layers:
         blocks = [block for block in architecture.kind(layer).blocks if block.inner]
         widths |= {block.inner for block in blocks}
@@ -134,15 +129,11 @@ def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
             reasons = [
                 f"{block.name}: {block.reason}" for block in architecture.kind(layer).blocks if block.group == "ffn"
             ]
-            why = "; ".join(reasons) or "it has none"
-            problems.append(
-                f"--layers: layer {layer} has no MLP that can be copied ({why}). A mixture's experts are not copied: "
-                "choose layers with a dense MLP, or use --method scale."
-            )
+            problems.append(Problem("layer-without-mlp", "--layers", layer=layer, reasons=reasons or ["it has none"]))
     if len(widths) > 1:
-        problems.append(f"--layers: MLPs of {sorted(widths)} inner features, expected one width. Choose layers of one.")
+        problems.append(Problem("mlps-unlike", "--layers", widths=sorted(widths)))
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
     return widths.pop()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from scale_surgery.errors import Problem
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, count_costs
 from scale_surgery.planning.selection import format_layers
@@ -38,7 +39,7 @@ class Method(ABC):
         preserving: Variants whose base stream stays the base model's, bit for bit, however they are trained.
         adds_layers: Whether the result is a stock checkpoint of more layers, which needs no code of ours.
         starts_at_zero: Whether W12 starts at zero, so that its norm is that of its change.
-        refused: Operations that its models do not allow, each with the reason.
+        refused: Operations that its models do not allow, each with the code of its problem.
         about_rows: Explanation of a row in tables of tensors, if needed.
         about_w12: Explanation of the change of W12; empty where it has none.
         opening: First sentence of a model card, by the form of the folder; the default is that of scale.
@@ -66,16 +67,16 @@ class Method(ABC):
     cites: ClassVar[tuple[str, ...]]
     about_loading: ClassVar[str] = ""
 
-    def problems(self, request: Request) -> list[str]:
-        """Problems with the values of its options, before the model is known."""
+    def problems(self, request: Request) -> list[Problem]:
+        """List problems with the values of its options, before the model is known."""
         return []
 
     def complete(self, request: Request) -> Request:
         """Fill in the defaults of the method."""
         return replace(request, variant=request.variant or self.variants[0])
 
-    def config_problems(self, config: Mapping[str, Any]) -> list[str]:
-        """Problems with a config.json, whatever its family."""
+    def config_problems(self, config: Mapping[str, Any]) -> list[Problem]:
+        """List problems with a config.json, whatever its family."""
         return []
 
     @abstractmethod
@@ -114,10 +115,9 @@ class Method(ABC):
         """The stock form in words, where the folder itself is one; otherwise None."""
         return None
 
-    def refusal(self, operation: str) -> str | None:
-        """Why an operation makes no sense for its models."""
-        reason = self.refused.get(operation)
-        return reason and reason.removeprefix("--to fused: ")
+    def refusal(self, operation: str, where: object = "") -> list[Problem]:
+        """Return the problem of an operation that its models do not allow; nothing if they do."""
+        return [Problem(self.refused[operation], where)] if operation in self.refused else []
 
     @abstractmethod
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:

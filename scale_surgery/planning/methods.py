@@ -7,7 +7,9 @@ depth  copies of whole blocks that at first add nothing (LLaMA Pro, arXiv 2401.0
 
 from __future__ import annotations
 
-from scale_surgery.errors import PlanError
+from collections.abc import Iterable
+
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.depth import Depth
 from scale_surgery.planning.grow import Grow
 from scale_surgery.planning.method import Method
@@ -26,7 +28,7 @@ def get_method(name: object) -> Method:
     """Find a method."""
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:
-        raise PlanError(f"plan.request.method is {name!r}, expected one of: {', '.join(METHODS)}")
+        raise PlanError(Problem("value-unfit", "request.method", value=repr(name), kind=_one_of(METHODS)))
     return method
 
 
@@ -35,10 +37,14 @@ def method_of_variant(variant: object) -> Method:
     for method in METHODS.values():
         if variant in method.variants:
             return method
-    raise PlanError(f"variant is {variant!r}, expected one of: {', '.join(variants())}")
+    raise PlanError(Problem("value-unfit", "variant", value=repr(variant), kind=_one_of(variants())))
 
 
-def refuse(method: Method, operation: str, title: object) -> None:
+def _one_of(names: Iterable[str]) -> str:
+    return f"one of: {', '.join(names)}"
+
+
+def refuse(method: Method, operation: str, where: object) -> None:
     """Refuse an operation that makes no sense for the models of a method."""
-    if operation in method.refused:
-        raise PlanError(f"{title}: was made by --method {method.name}. {method.refused[operation]}")
+    if problems := method.refusal(operation, where):
+        raise PlanError(*problems)

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 from scale_surgery.checkpoint.files import as_json
 from scale_surgery.checkpoint.reading import collector_paused
+from scale_surgery.errors import Problem
 from scale_surgery.fields import Range
 
 ADDED_TOKENS = "added_tokens"
@@ -59,27 +60,27 @@ class TokenSource:
         return self.token_file is not None or bool(self.token_texts)
 
 
-def problems_of_tokens(new: object) -> list[str]:
-    """What of new tokens is no use, whatever the tokenizer; one that was read from a record may hold anything."""
+def problems_of_tokens(new: object) -> list[Problem]:
+    """List problems that new tokens have with any tokenizer; those of a record may hold anything."""
+    place = "--new-tokens"
     if not isinstance(new, NewTokens):
-        return [f"--new-tokens: is {_shown(new)}, expected NewTokens."]
+        return [Problem("value-unfit", place, value=_shown(new), kind="NewTokens")]
     given = {"tokens": new.tokens, "merges": new.merges}
     for name, values in given.items():
         if not isinstance(values, tuple) or not all(isinstance(value, str) and _is_text(value) for value in values):
-            return [f"--new-tokens: {name} is {_shown(values)}, expected a tuple of texts."]
-    problems = [f"--new-tokens: {token!r} is blank, expected a token." for token in new.tokens if not token.strip()]
+            return [Problem("value-unfit", f"{place}: {name}", value=_shown(values), kind="a tuple of texts")]
+    problems = [Problem("token-blank", f"{place}: {token!r}") for token in new.tokens if not token.strip()]
     counts = Counter(new.tokens)
-    problems += [f"--new-tokens: {token!r} is given {n} times, expected once." for token, n in counts.items() if n > 1]
+    problems += [
+        Problem("token-given-twice", place, token=token, count=count) for token, count in counts.items() if count > 1
+    ]
     if not new.tokens:
-        problems.append("--new-tokens: names no token, expected at least one.")
+        problems.append(Problem("value-empty", f"{place}: tokens"))
     # a single character that the base writes in bytes is a token without a merge
     made = {merge.replace(" ", "", 1) for merge in new.merges}
     wanted = [token for token in new.tokens if token in made or len(token) > 1]
     if new.merges and [merge.replace(" ", "", 1) for merge in new.merges] != wanted:
-        problems.append(
-            f"--new-tokens: {len(new.merges)} merges do not make its {len(new.tokens)} tokens, expected one for each, "
-            "in their order, or none."
-        )
+        problems.append(Problem("merges-unlike-tokens", place, merges=len(new.merges), tokens=len(new.tokens)))
     return problems
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from scale_surgery.errors import Problem
 from scale_surgery.planning.architecture import Architecture, Block, Kind, Sizes
 from scale_surgery.planning.specs import Spec, attention_values
 
@@ -44,18 +45,22 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else config
 
 
-def path_problems(architecture: Architecture, fork: int | None) -> list[str]:
-    """Why a model cannot be routed: blocks through which two paths cannot pass, or logits that are changed later."""
-    later = "its logits are changed after the head, where a router gives out probabilities; expected logits as they are"
-    shape = "what leaves its last norm has to be as many texts as were given, expected room for two paths"
-    kinds = [] if fork is None else [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
+def path_problems(architecture: Architecture, fork: int | None) -> list[Problem]:
+    """List why a model cannot be routed: blocks through which two paths cannot pass, or logits that change later."""
+    problems, family = list[Problem](), architecture.model_type
+    if architecture.alters_logits:
+        problems.append(Problem("logits-changed-later", family))
+    if fork is None:
+        return problems
+    if architecture.keeps_batch:
+        problems.append(Problem("batch-kept", family))
+    kinds = [architecture.kind(layer) for layer in range(fork, len(architecture.kind_of_layer))]
     blocks = {block.kind: block for kind in kinds for block in kind.blocks if not _takes_two_paths(block)}
-    reasons = [later] * architecture.alters_logits + [shape] * (architecture.keeps_batch and fork is not None)
-    return [f"{architecture.model_type}: {reason}. Use the expanded model without a router." for reason in reasons] + [
-        f"the block {block.name} ({block.kind}) stays as it is inside ({block.reason}), where one path runs; expected "
-        "one that is split. Route an expansion of --variant preserve, which needs no second path there."
+    problems += [
+        Problem("block-of-one-path", block=block.name, kind=block.kind, reason=block.reason)
         for block in blocks.values()
     ]
+    return problems
 
 
 def _takes_two_paths(block: Block) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, FLOAT_DTYPES
 from scale_surgery.checkpoint.numbering import Numbering, numbering_of
-from scale_surgery.errors import PlanError
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning import costs
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import Base, BaseFacts, check_base, fingerprint
@@ -166,7 +166,7 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
     check_base(base)
     method = METHODS[request.method]
     if problems := list(_new_token_problems(base, method, request)):
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
     resolved = method.resolve(base, request)
     if request.token_count:
         resolved = replace(resolved, widths=replace(resolved.widths, new_tokens=request.token_count))
@@ -191,19 +191,16 @@ def plan_expansion(base: Base, request: Request, *, name: str, revision: str | N
     )
 
 
-def _new_token_problems(base: Base, method: Method, request: Request) -> Iterator[str]:
-    """Why tokens cannot be added to a base."""
+def _new_token_problems(base: Base, method: Method, request: Request) -> Iterator[Problem]:
+    """Yield why tokens cannot be added to a base."""
     if not request.token_count:
         if request.new_tokens_init != Request.new_tokens_init:
-            yield f"--new-tokens-init {request.new_tokens_init}: no tokens are added. Add some, or leave it out."
+            yield Problem("new-tokens-init-without-tokens", "--new-tokens-init", init=request.new_tokens_init)
         return
     if method.adds_layers:
-        yield (
-            f"--new-tokens with --method {method.name}: it writes a checkpoint of the base's architecture, whose "
-            "embedding is the base's. Add tokens with --method scale, by themselves with --layers none."
-        )
+        yield Problem("new-tokens-with-method", "--new-tokens", method=method.name)
     if reason := base.architecture.fixed_vocabulary:
-        yield f"--new-tokens: {reason}. Use the model without new tokens."
+        yield Problem("vocabulary-fixed", "--new-tokens", reason=reason)
 
 
 def _place(
@@ -271,7 +268,4 @@ def _init(tensor: NewTensor, request: Request, *, has_source: bool) -> Init:
 def check_fits(plan: Plan, checkpoint: Checkpoint) -> None:
     """Check that a plan was made for a base model."""
     if plan.base_fingerprint != fingerprint(checkpoint):
-        raise PlanError(
-            f"{checkpoint.path}: is not the base model that the plan was made for, {plan.base_name}: config, or names, "
-            "dtypes and shapes of tensors differ. Plan again."
-        )
+        raise PlanError(Problem("plan-unfit", checkpoint.path, base=plan.base_name))

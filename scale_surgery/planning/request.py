@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
-from scale_surgery.errors import PlanError
-from scale_surgery.fields import NO_OPTION, problems_of
+from scale_surgery.errors import PlanError, Problem
+from scale_surgery.fields import NO_OPTION, fields_of, problems_of
 from scale_surgery.planning.grow import COPIES
 from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
 from scale_surgery.planning.new_tokens import NewTokens, problems_of_tokens
@@ -82,39 +82,36 @@ def complete(request: Request, layers: int | None = None) -> Request:
     problems = problems_of(request, with_ranges=False)
     problems += problems_of_tokens(request.new_tokens) if request.new_tokens is not None else []
     if problems:
-        raise PlanError.from_problems(problems)
+        raise PlanError(*problems)
     method = METHODS[request.method]
     problems = [*_foreign_problems(request), *method.problems(request)]
     if problems:
-        raise PlanError.from_problems([*problems, *_layer_problems(request, layers)])
+        raise PlanError(*problems, *_layer_problems(request, layers))
     # as a record gives it back
     return method.complete(replace(request, ratio=float(request.ratio)))
 
 
-def _layer_problems(request: Request, layers: int | None) -> list[str]:
+def _layer_problems(request: Request, layers: int | None) -> tuple[Problem, ...]:
     if request.layers == NO_LAYERS:
-        return []
+        return ()
     try:
         select_layers(request.layers, layers) if layers is not None else None
     except PlanError as error:
-        return [str(error)]
-    return []
+        return error.problems
+    return ()
 
 
-def _foreign_problems(request: Request) -> list[str]:
-    """A variant of another method, and values that only other methods read."""
-    facts = METHODS[request.method]
-    problems = []
-    if request.variant not in (None, *facts.variants):
-        problems.append(
-            f"--variant is {request.variant}, expected {' or '.join(facts.variants)} for --method {request.method}."
-        )
-    defaults = {field.name: field.default for field in fields(Request)}
-    for method, others in METHODS.items():
-        for name in others.options if method != request.method else ():
-            if getattr(request, name) != defaults[name]:
-                problems.append(
-                    f"--{name.replace('_', '-')} {getattr(request, name)} belongs to --method {method}, it has no "
-                    f"meaning for {request.method}. Leave it out."
-                )
+def _foreign_problems(request: Request) -> list[Problem]:
+    """Find a variant of another method, and values that only other methods read."""
+    asked, variant, variants = request.method, request.variant, METHODS[request.method].variants
+    problems, known = list[Problem](), fields_of(Request)
+    if variant not in (None, *variants):
+        given = {"variant": variant, "variants": variants, "method": asked}
+        problems.append(Problem("variant-of-other-method", "--variant", **given))
+    options = [(owner, known[name]) for owner, method in METHODS.items() if owner != asked for name in method.options]
+    problems += [
+        Problem("option-of-other-method", option.typed, value=value, owner=owner)
+        for owner, option in options
+        if (value := getattr(request, option.name)) != option.default
+    ]
     return problems

@@ -20,7 +20,7 @@ from scale_surgery.checkpoint.names import (
     STORED_INDEX,
     TRAINING_FOLDER,
 )
-from scale_surgery.errors import CheckpointError, shorten
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.planning.tensors import TensorPlan
 
 # surgery.json is no side file of a base: whoever has one is taken for an expanded model
@@ -32,15 +32,15 @@ SHARDS = re.compile(r"(expansion|fused)-[^/]*\.safetensors")
 def check_clashes(base: Checkpoint, tensors: Iterable[TensorPlan] = ()) -> None:
     """Check that a base has no tensor and no file of a reserved name."""
     names = [tensor.name for tensor in tensors if tensor.name in base.tensors]
-    problems = [f"{name}: the base model has a tensor of this name already." for name in names]
+    problems = [Problem("tensor-name-taken", name) for name in names]
     problems += [
-        f"{name}: the base model has a tensor with {INFIX!r} in its name, which tells tensors of expansions from "
-        "others. Rename it."
+        Problem("tensor-name-reserved", name, infix=INFIX)
         for name in base.tensors
         if expansion_of(name) and name not in names
     ]
-    if problems := [*shorten(problems), *shorten([*map(name_clash, reserved_names(base))])]:
-        raise CheckpointError.from_problems(problems)
+    problems += map(name_clash, reserved_names(base))
+    if problems:
+        raise CheckpointError(*problems)
 
 
 def reserved_names(base: Checkpoint) -> list[str]:
@@ -52,9 +52,6 @@ def reserved_names(base: Checkpoint) -> list[str]:
     ]
 
 
-def name_clash(name: str) -> str:
-    """The error for a file of a base with a reserved name."""
-    return (
-        f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
-        "rename it."
-    )
+def name_clash(name: str) -> Problem:
+    """Return the problem of a file of a base with a reserved name."""
+    return Problem("file-name-reserved", name)

@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.records import DAMAGE, read_record, reading
-from scale_surgery.errors import CheckpointError, PlanError, SurgeryError
+from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError, problems_of
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base, BaseFacts, check_facts
 from scale_surgery.planning.plan import Origin, Plan, plan_expansion
@@ -43,48 +43,37 @@ def save_plan(plan: Plan, file: Path) -> None:
 
 def read_plan(file: Path) -> SavedPlan:
     """Read a plan from a file."""
-    missing = "" if file.exists() else "there is no such file, it "
+    if not file.exists():
+        raise PlanError(Problem("plan-missing", file))
     try:
         saved = read_record(read_json(file), SavedPlan)
         check_facts(saved.facts)
     except (ValueError, PlanError, CheckpointError) as error:
-        reason = "" if missing else f" ({error})"
-        raise PlanError(f"{file}: {missing}is not a plan of scale-surgery{reason}. Make one with plan -o.") from error
+        raise PlanError(Problem("plan-unreadable", file, *problems_of(error))) from error
     return saved
 
 
 def check_same(saved: SavedPlan, base: Base, plan: Plan, file: Path) -> None:
     """Check that a saved plan is the plan made now for the same request; its facts may be worded otherwise."""
     if (saved.base_fingerprint, saved.base_revision) != (plan.base_fingerprint, plan.base_revision):
-        raise PlanError(
-            f"{file}: was made for another base model, {_named(saved)}, found {_named(plan)}. Give the model that it "
-            "was made for, or make it again with plan -o."
-        )
+        raise PlanError(Problem("plan-of-other-base", file, base=_named(saved), found=_named(plan)))
     before, now = _versions(saved.facts), _versions(plan.facts)
-    made_with = f"Both were proved with {_listed(now)}."
-    if before != now:
-        made_with = f"It was proved with {_listed(before)}, here with {_listed(now)}."
+    proofs = {"before": _listed(before), "now": _listed(now)}
     if treatments := list(_other_treatments(saved.facts.architecture, plan.architecture)):
-        raise PlanError(
-            f"{file}: {'; '.join(treatments)}. {made_with} What passes its proof may depend on releases and on the "
-            "processor. Expand where the plan was made, or make it again with plan -o, and review it."
-        )
+        raise PlanError(Problem("plan-treatments-differ", file, *treatments, **proofs))
     try:
         reviewed = plan_expansion(
             replace(base, facts=saved.facts), saved.request, name=plan.base_name, revision=plan.base_revision
         )
     except (SurgeryError, *DAMAGE) as error:
-        raise PlanError(f"{file}: no plan follows from its facts ({error}). Make it again with plan -o.") from error
+        raise PlanError(Problem("plan-not-followed", file, *problems_of(error))) from error
     # facts may be worded otherwise, if the same plan follows
     names = [field.name for field in fields(Plan) if field.name != "facts"]
     differing = [name for name in names if getattr(reviewed, name) != getattr(plan, name)]
     if before.get(PACKAGE) != now.get(PACKAGE):
-        differing.append("the release of this program")
+        differing.append("release of this program")
     if differing:
-        raise PlanError(
-            f"{file}: for the same request another plan is made here: {', '.join(differing)}. {made_with} Another "
-            "release of this program made it, or it was changed by hand. Make it again with plan -o."
-        )
+        raise PlanError(Problem("plan-differs", file, parts=differing, **proofs))
 
 
 def _named(plan: SavedPlan | Plan) -> str:
@@ -96,12 +85,12 @@ def _versions(facts: BaseFacts) -> Mapping[str, Any]:
     return versions if isinstance(versions, Mapping) else {}
 
 
-def _listed(versions: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in versions.items()) or "releases that it does not name"
+def _listed(versions: Mapping[str, Any]) -> list[str]:
+    return [f"{name} {value}" for name, value in versions.items()] or ["releases that it does not name"]
 
 
-def _other_treatments(saved: Architecture, made: Architecture) -> Iterator[str]:
-    """Blocks whose treatment differs from the file, each with its layers."""
+def _other_treatments(saved: Architecture, made: Architecture) -> Iterator[Problem]:
+    """Yield a problem for each block whose treatment differs from the file."""
     layers_of: dict[tuple[str, str, str, str], list[int]] = {}
     for layer in range(len(made.kind_of_layer)):
         for there, here in zip(saved.kind(layer).blocks, made.kind(layer).blocks, strict=False):
@@ -110,21 +99,18 @@ def _other_treatments(saved: Architecture, made: Architecture) -> Iterator[str]:
                 layers_of.setdefault(key, []).append(layer)
     for (name, before, now, reason), layers in layers_of.items():
         title = f"layer{'s' * (len(layers) > 1)} {format_layers(tuple(layers))}"
-        yield f"{name} of {title} is treated as {before} in the file, and as {now} here ({reason})"
+        yield Problem("treatment-differs", f"{name} of {title}", before=before, now=now, reason=reason)
     if saved.enters != made.enters:
-        yield f"the up stream enters by {saved.enters} in the file, and by {made.enters} here"
+        yield Problem("up-stream-enters-otherwise", "the up stream", before=saved.enters, now=made.enters)
 
 
 def saved_origins(config: Mapping[str, Any], title: str) -> list[Origin]:
-    """Base and request of each expansion in a config.json, with the names that the expansions have there."""
+    """Read base and request of each expansion in a config.json, with the names that the expansions have there."""
     origins = []
     for number, specs in enumerate(specs_of_expansions(config[CONFIG_KEY])):
         plain, place = specs.get(ORIGIN_KEY), place_of_specs(config[CONFIG_KEY], number)
         if plain is None:
-            raise PlanError(
-                f"{title}: its {CONFIG_FILE} does not say how it was expanded. Give the expanded model that was "
-                "trained: --expanded EXPANDED."
-            )
+            raise PlanError(Problem("saved-without-origin", title))
         with reading(Path(title) / CONFIG_FILE):
             origin = read_record(plain, Origin, f"{place}.{ORIGIN_KEY}")
         # an expansion may have been renamed since

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import tensor_name
-from scale_surgery.errors import PlanError, counted
+from scale_surgery.errors import PlanError, Problem, counted
 from scale_surgery.fields import Range, fields_of
 from scale_surgery.planning.architecture import Architecture, Kind, Sizes
 from scale_surgery.planning.base import Base
@@ -70,23 +70,23 @@ class Scale(Method):
 
     def resolve(self, base: Base, request: Request) -> Resolved:
         """Resolve layers, widths and collaboration; widths that are not set follow from the ratio."""
-        sizes, problems = base.sizes, list[str]()
+        sizes, problems = base.sizes, list[Problem]()
         if request.layers == NO_LAYERS:
             if problems := _alone_problems(request):
-                raise PlanError.from_problems(problems)
+                raise PlanError(*problems)
             return Resolved(())
         layers: tuple[int, ...] = ()
         try:
             layers = select_layers(request.layers, sizes.layers)
         except PlanError as error:
-            problems.append(str(error))
+            problems += error.problems
         widths = _resolve_widths(sizes, request)
         problems += _width_problems(sizes, request, widths)
         problems += _sealed_layers(base, request, layers, widths)
         collaboration, unmet = _resolve_collaboration(base.architecture, request, layers, widths)
         problems += unmet
         if problems:
-            raise PlanError.from_problems(problems)
+            raise PlanError(*problems)
         resolved = Resolved(layers, widths, collaboration)
         return resolved if request.up_width is not None else self._with_cheap_head(base, request, resolved)
 
@@ -176,22 +176,17 @@ class Scale(Method):
         return f"W12 zero, W21 {request.init_w21}, W22 {request.init_w22}, seed {request.seed}"
 
 
-def _alone_problems(request: Request) -> list[str]:
-    """Why a request without layers cannot be met."""
+def _alone_problems(request: Request) -> list[Problem]:
+    """List why a request without layers cannot be met."""
     if not request.token_count:
-        return ["--layers none: nothing would be added, expected layers, or new tokens (--new-tokens)."]
-    given = {
-        "collaborative-layers": request.collaborative_layers,
-        "collaborate": request.collaborate,
-        "up-width": request.up_width,
-        "up-kv-heads": request.up_kv_heads,
-        "up-inner-width": request.up_inner_width,
-    }
-    wider = [f"--{option}" for option, value in given.items() if value]
-    beginnings, fields = ("ratio", "init_w21", "init_w22", "init_embedding"), fields_of(type(request))
-    wider += [fields[name].typed for name in beginnings if getattr(request, name) != fields[name].default]
-    wider += [f"--variant {request.variant}"] if request.variant != "preserve" else []
-    return [f"--layers none: {', '.join(wider)} needs layers. Choose some, or leave it out."] if wider else []
+        return [Problem("nothing-to-add", "--layers none")]
+    fields = fields_of(type(request))
+    widening = ("collaborative_layers", "collaborate", "up_width", "up_kv_heads", "up_inner_width")
+    options = [fields[name].typed for name in widening if getattr(request, name)]
+    beginnings = ("ratio", "init_w21", "init_w22", "init_embedding")
+    options += [fields[name].typed for name in beginnings if getattr(request, name) != fields[name].default]
+    options += [f"--variant {request.variant}"] if request.variant != "preserve" else []
+    return [Problem("option-without-layers", option) for option in options]
 
 
 def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
@@ -274,39 +269,30 @@ def _shares(plan: Plan) -> str:
     )
 
 
-def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[str]:
-    problems = []
+def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[Problem]:
+    problems = list[Problem]()
     if request.ratio not in RATIO:
-        problems.append(f"--ratio is {request.ratio}, expected {RATIO} (0.125 is the default).")
-    for option, value in asdict(widths).items():
+        problems.append(Problem("ratio-out-of-range", "--ratio", ratio=request.ratio, range=RATIO))
+    for name, value in asdict(widths).items():
         if value not in WIDTH:
-            problems.append(f"--{option.replace('_', '-')} is {value}, expected {WIDTH}.")
+            problems.append(Problem("value-unfit", f"--{name.replace('_', '-')}", value=value, kind=WIDTH))
     if widths.up_kv_heads and not sizes.key_value_heads:
-        problems.append(
-            f"--up-kv-heads is {widths.up_kv_heads}, expected 0: no attention of this model can be given new heads "
-            "(scale-surgery inspect says why)."
-        )
+        problems.append(Problem("heads-closed", "--up-kv-heads", heads=widths.up_kv_heads))
     if not any(asdict(widths).values()):
-        problems.append("--up-width, --up-kv-heads and --up-inner-width are all 0: there is nothing to add.")
+        problems.append(Problem("widths-zero", "--up-width, --up-kv-heads and --up-inner-width"))
     return problems
 
 
-def _sealed_layers(base: Base, request: Request, layers: tuple[int, ...], widths: Widths) -> list[str]:
-    """Layers to which these widths add nothing: they lack heads and inner features, or get no MLP beside a block."""
+def _sealed_layers(base: Base, request: Request, layers: tuple[int, ...], widths: Widths) -> list[Problem]:
+    """Name the layers to which these widths add nothing: no heads, no inner features, and no MLP beside a block."""
     if not any(asdict(widths).values()):
         return []
     closed = tuple(layer for layer in layers if not _is_open(base.architecture.kind(layer), widths))
     if not closed:
         return []
     if widths.up_width:
-        return [
-            f"--up-inner-width is 0: all of layers {format_layers(closed)} stays as it is, as mixtures do, and beside "
-            "it there is nothing to add. Give an --up-inner-width, or other --layers."
-        ]
-    return [
-        f"--up-width is 0: layers {format_layers(closed)} have neither attention that can be given new heads "
-        "nor an MLP that can be made wider, so there is nothing to add. Give an --up-width, or other --layers."
-    ]
+        return [Problem("layers-whole", "--up-inner-width", layers=format_layers(closed))]
+    return [Problem("layers-closed", "--up-width", layers=format_layers(closed))]
 
 
 def _is_open(kind: Kind, widths: Widths) -> bool:
@@ -319,27 +305,22 @@ def _is_open(kind: Kind, widths: Widths) -> bool:
 
 def _resolve_collaboration(
     architecture: Architecture, request: Request, layers: tuple[int, ...], widths: Widths
-) -> tuple[Collaboration, list[str]]:
-    """The layers and groups in which W12 exists, and the parts of the request that cannot be met, a line each."""
+) -> tuple[Collaboration, list[Problem]]:
+    """Find the layers and groups in which W12 exists, and the parts of the request that cannot be met."""
     if request.variant == "preserve":
         return Collaboration((), ()), _preserve_problems(request, widths)
-    problems: list[str] = []
-    chosen = layers
+    problems, chosen, option = list[Problem](), layers, "--collaborative-layers"
     if request.collaborative_layers is not None:
         try:
-            chosen = select_layers(
-                request.collaborative_layers, len(architecture.kind_of_layer), "--collaborative-layers"
-            )
+            chosen = select_layers(request.collaborative_layers, len(architecture.kind_of_layer), option)
         except PlanError as error:
-            problems.append(str(error))
+            problems += error.problems
     groups = _resolve_groups(request, widths)
-    outside = sorted(set(chosen) - set(layers))
+    outside = tuple(sorted(set(chosen) - set(layers)))
     if layers and outside:
-        problems.append(
-            f"--collaborative-layers {request.collaborative_layers}: {', '.join(map(str, outside))} not among the "
-            f"expanded layers, which are {format_layers(layers)}. Choose among those, or add to --layers."
-        )
-    problems += _sealed_problems(request, layers, chosen, groups, widths)
+        place, names = f"{option} {request.collaborative_layers}", format_layers(outside)
+        problems.append(Problem("layers-not-expanded", place, layers=names, expanded=format_layers(layers)))
+    problems += _sealed_problems(layers, chosen, groups, widths)
     problems += [] if problems else _idle_problems(architecture, chosen, groups, widths)
     return Collaboration(chosen, groups), problems
 
@@ -359,53 +340,36 @@ def _needed_groups(widths: Widths) -> tuple[str, ...]:
     return (("attn",) if widths.up_kv_heads else ()) + (("ffn",) if widths.up_inner_width else ())
 
 
-def _preserve_problems(request: Request, widths: Widths) -> list[str]:
-    problems = []
-    if widths.up_width == 0:
-        problems.append(
-            "--up-width is 0 with --variant preserve: without an up stream, W12 is the only way out of the "
-            "new heads and the new inner features, and preserve has none. Use --variant adapt, or an --up-width."
-        )
-    for option, value in (
-        ("--collaborative-layers", request.collaborative_layers),
-        ("--collaborate", request.collaborate),
-    ):
-        if value is not None:
-            problems.append(f"{option} {value} with --variant preserve: it has no W12. Use --variant adapt.")
-    return problems
+def _preserve_problems(request: Request, widths: Widths) -> list[Problem]:
+    problems = [Problem("preserve-without-up-stream", "--up-width")] if widths.up_width == 0 else []
+    given = {"--collaborative-layers": request.collaborative_layers, "--collaborate": request.collaborate}
+    options = ((option, value) for option, value in given.items() if value is not None)
+    return problems + [Problem("option-of-adapt", option, value=value) for option, value in options]
 
 
 def _sealed_problems(
-    request: Request, layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
-) -> list[str]:
+    layers: tuple[int, ...], chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
+) -> list[Problem]:
     if widths.up_width:
         return []
-    problems = []
+    problems = list[Problem]()
     if set(layers) - set(chosen):
-        problems.append(
-            f"--up-width is 0: --collaborative-layers names {format_layers(chosen)}, expected every expanded "
-            f"layer, {format_layers(layers)}. Leave the option out."
-        )
+        names = {"layers": format_layers(chosen), "expanded": format_layers(layers)}
+        problems.append(Problem("layers-without-way-out", "--collaborative-layers", **names))
     missing = [group for group in _needed_groups(widths) if group not in groups]
     if missing:
-        problems.append(
-            f"--up-width is 0 and --collaborate leaves out {' and '.join(missing)}: what is added there would "
-            "have no way out. Use --collaborate both, or add nothing there."
-        )
+        problems.append(Problem("groups-without-way-out", "--collaborate", groups=missing))
     return problems
 
 
 def _idle_problems(
     architecture: Architecture, chosen: tuple[int, ...], groups: tuple[str, ...], widths: Widths
-) -> list[str]:
+) -> list[Problem]:
     """Refuse groups that none of the chosen layers has, such as attention in layers of MLPs alone."""
     blocks = [block for layer in chosen for block in architecture.kind(layer).blocks]
     open_groups = {block.group for block in blocks if not block.is_whole or widths.up_inner_width}
     if not (chosen and groups) or open_groups & set(groups):
         return []
-    return [
-        f"--collaborate {' and '.join(groups)}: layers {format_layers(chosen)} have nothing of that kind in which W12 "
-        "could stand, so nothing would be written into the base stream. Use "
-        + "".join(f"--collaborate {group}, " for group in sorted(open_groups))
-        + "other --collaborative-layers, or --variant preserve."
-    ]
+    others = [f"--collaborate {group}" for group in sorted(open_groups)]
+    ways = [*others, "other --collaborative-layers", "--variant preserve"]
+    return [Problem("groups-closed", "--collaborate", groups=groups, layers=format_layers(chosen), ways=ways)]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from scale_surgery.errors import counted
+from scale_surgery.errors import Problem
 from scale_surgery.planning.architecture import Architecture, Linear, Sizes
 from scale_surgery.planning.specs import LinearWidths, Widths
 from scale_surgery.planning.stored import find_prefix, module_path
@@ -124,33 +124,21 @@ def _widths_of(sizes: Sizes) -> StockWidths:
     return StockWidths(sizes.query_heads, sizes.key_value_heads, sizes.inner)
 
 
-def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> Iterator[str]:
-    """Why widths have no stock form; nothing where they have one."""
+def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> Iterator[Problem]:
+    """Yield why widths have no stock form; nothing if they have one."""
+    place = "--to stock"
     if widths.up_width:
-        yield (
-            f"--to stock: the residual stream is {widths.up_width} features wider than the base's {sizes.hidden}, "
-            "expected an up width of 0: a stock class has one stream, whose norms, embedding and head know no second "
-            "one. Merge --to fused, or expand with --variant adapt --up-width 0."
-        )
+        yield Problem("stock-stream-wider", place, added=widths.up_width, hidden=sizes.hidden)
     if widths == Widths(new_tokens=widths.new_tokens):
         # their rows lie outside the layers
         return
     if not architecture.is_uniform:
-        yield (
-            "--to stock: layers of this model are of several kinds, or have parts that stay as they are, expected one "
-            "kind whose attention and MLP are widened as a whole. Use the expanded model as it is."
-        )
+        yield Problem("stock-several-kinds", place)
     elif widths.up_kv_heads and architecture.fixed_heads:
-        yield (
-            f"--to stock: {counted(widths.up_kv_heads, 'added key/value head')}, expected none for a "
-            f"{architecture.model_type} model: {architecture.fixed_heads}. Merge --to fused, or expand with "
-            "--up-kv-heads 0."
-        )
+        heads, family = widths.up_kv_heads, architecture.model_type
+        yield Problem("stock-heads-fixed", place, heads=heads, family=family, reason=architecture.fixed_heads)
     elif widths.up_inner_width and "inner" not in architecture.keys:
-        yield (
-            "--to stock: inner features were added, expected none: the config of this model has no key for the width "
-            "of an MLP. Use the expanded model as it is."
-        )
+        yield Problem("stock-inner-fixed", place)
 
 
 def first_wide_layer(architecture: Architecture, layers: Collection[int]) -> int:
@@ -162,14 +150,10 @@ def first_wide_layer(architecture: Architecture, layers: Collection[int]) -> int
     return IN_EMBEDDING if is_early and architecture.enters == "embedding" else first
 
 
-def fused_problems(architecture: Architecture, layers: Collection[int]) -> list[str]:
-    """Why an expansion has no fused form, a line each; none where it has one."""
+def fused_problems(architecture: Architecture, layers: Collection[int]) -> list[Problem]:
+    """List the blocks for which an expansion has no fused form; none if it has one."""
     # what lies below is as in the base
     numbers = architecture.kind_of_layer[max(first_wide_layer(architecture, layers), 0) :]
     kinds = [architecture.kinds[number] for number in dict.fromkeys(numbers)]
     blocks = dict.fromkeys(block.name for kind in kinds for block in kind.blocks if block.is_whole)
-    return [
-        f"--to fused: the block {name} runs as it is, with a small MLP beside it, expected linears in which base "
-        "and new blocks can be one matrix. Use the expanded model as it is."
-        for name in blocks
-    ]
+    return [Problem("block-not-fused", "--to fused", block=name) for name in blocks]

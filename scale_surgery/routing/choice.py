@@ -108,7 +108,7 @@ class RouterChoice:
 
 def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
     """Limits of the user, and those of the present setting for the rest."""
-    problems: list[Problem | str] = [*problems_of(settings)]
+    problems = problems_of(settings)
     asked = {"--bound": settings.bound, "bound_per_token": settings.bound_per_token}
     given = {name: value for name, value in asked.items() if value is not None}
     if present.bound is None:

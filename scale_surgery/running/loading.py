@@ -67,7 +67,7 @@ def loaded(
     free_memory()
     checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
     if left_over := left_over_quantisation(checkpoint.config, {info.dtype for info in checkpoint.tensors.values()}):
-        raise CheckpointError(f"{title}: {left_over}")
+        raise CheckpointError(left_over.within(title))
     size = sum(info.bytes for info in checkpoint.tensors.values())
     with tempfile.TemporaryDirectory() as offload_folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.checkpoint.expansions import nameless
-from scale_surgery.errors import counted, name_some
+from scale_surgery.errors import Problem, counted, name_some
 from scale_surgery.planning.paths import path_problems
 from scale_surgery.planning.selection import format_layers
-from scale_surgery.planning.stock import fused_problems
+from scale_surgery.planning.stock import fused_problems, stock_problems
 from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.show.layout import Facts, NamedRows, heading
 from scale_surgery.show.tables import describe_head, format_bytes
@@ -89,22 +90,22 @@ def _outside_layers(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _fused_form(plan: Plan) -> str:
-    reason = plan.method.refusal("fuse") or plan.method.refusal("merge")
-    problems = [problem.removeprefix("--to fused: ") for problem in fused_problems(plan.architecture, plan.layers)]
-    if reason is not None or problems:
-        return _none(reason or problems[0])
+    refused = plan.method.refusal("fuse") or plan.method.refusal("merge")
+    if problems := refused or fused_problems(plan.architecture, plan.layers):
+        return _none(problems[:1])
     only = f", where the base's tensors are {plan.request.dtype} too" if plan.request.dtype else ""
     return f"yes, by merge --to fused{only}"
 
 
 def _router(plan: Plan) -> str:
     fork = min(plan.collaboration.layers, default=None)
-    problems = path_problems(plan.architecture, fork)
-    reason = plan.method.refusal("route") or next(iter(problems), None)
-    return "yes, by route-export" if reason is None else _none(reason)
+    problems = plan.method.refusal("route") or path_problems(plan.architecture, fork)
+    return _none(problems[:1]) if problems else "yes, by route-export"
 
 
-def _none(reason: str) -> str:
+def _none(problems: Iterable[Problem]) -> str:
+    # the row says of which form it is
+    reason = " ".join(str(problem).removeprefix(f"{problem.where}: ") for problem in problems)
     return f"none. {reason[:1].upper()}{reason[1:]}"
 
 
@@ -113,7 +114,7 @@ def _stock_form(plan: Plan) -> str:
     if (itself := plan.method.stock_form(plan)) is not None:
         return itself
     if stock is None:
-        return _none(" ".join(problem.removeprefix("--to stock: ") for problem in plan.costs.stock_problems))
+        return _none(stock_problems(plan.architecture, plan.sizes, plan.widths))
     added = stock.parameters - plan.costs.parameters_before
     before, after = stock.before, stock.after
     changes = [f"of them {stock.padding:,} zeros"]

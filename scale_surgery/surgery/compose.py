@@ -186,7 +186,7 @@ def check_beside(plans: Iterable[Plan]) -> None:
         refuse(plan.method, "compose", name)
         if plan.architecture.own_code:
             problems.append(Problem("own-code-composed", name))
-        problems += [problem.within(name) for problem in PlanError(*path_problems_of(plan)).problems]
+        problems += [problem.within(name) for problem in path_problems_of(plan)]
     if problems:
         raise PlanError(*problems)
 

@@ -94,7 +94,7 @@ def _expansion_specs(plan: Plan) -> dict[str, Any]:
     return {**plan.specs, ORIGIN_KEY: plain_json(asdict(plan.origin)), **({"problems": problems} if problems else {})}
 
 
-def path_problems_of(plan: Plan) -> list[str]:
+def path_problems_of(plan: Plan) -> list[Problem]:
     """List why the path of an expansion cannot run beside others."""
     return path_problems(plan.architecture, min(plan.collaboration.layers, default=None))
 

@@ -56,10 +56,10 @@ ROWS_AT_ONCE = 2**13
 
 def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Check that the blocks of every linear can be joined without a cast."""
-    problems: list[Problem | str] = [*fused_problems(manifest.plan.architecture, manifest.plan.layers)]
+    problems = fused_problems(manifest.plan.architecture, manifest.plan.layers)
     problems += _router_problems(manifest)
     problems += cast_problems(checkpoint, manifest)
-    problems += [reason for operation, reason in manifest.plan.method.refused.items() if operation == "fuse"]
+    problems += manifest.plan.method.refusal("fuse", "--to fused")
     if problems:
         raise PlanError(*problems)
 

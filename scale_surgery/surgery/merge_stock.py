@@ -23,6 +23,7 @@ from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Sizes
 from scale_surgery.planning.specs import Widths, linear_widths
 from scale_surgery.planning.stock import (
     linear_streams,
+    stock_problems,
     stock_shapes,
     stock_sizes,
 )
@@ -38,9 +39,8 @@ if TYPE_CHECKING:
 
 def check_stock(checkpoint: Checkpoint, manifest: Manifest) -> None:
     """Check that an expanded model has a stock form; if it has none, every reason is given."""
-    costs, casts = manifest.plan.costs, cast_problems(checkpoint, manifest)
-    problems: list[Problem | str] = [*_state_problems(manifest), *costs.stock_problems, *casts]
-    if problems:
+    forms, casts = stock_problems(*_facts(manifest)), cast_problems(checkpoint, manifest)
+    if problems := [*_state_problems(manifest), *forms, *casts]:
         raise PlanError(*problems)
 
 

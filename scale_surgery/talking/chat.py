@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.errors import PlanError, Problem, SurgeryError, counted
-from scale_surgery.fields import KIND_NAMES, fields_of, problems_of
+from scale_surgery.fields import KIND_NAMES, fields_of
 from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.options import RunOptions
 from scale_surgery.show.answers import AnswerScreen, choose_marking, render_opening
@@ -243,12 +243,10 @@ def changed(
         value = field.kind(text) if text else field.default
     except ValueError as error:
         raise PlanError(Problem("value-unfit", f"/set {name}", value=text, kind=KIND_NAMES[field.kind])) from error
+    if (expected := field.expects(value)) is not None:
+        raise PlanError(Problem("value-unfit", f"/set {name}", value=value, kind=expected))
     new = replace(settings, **{field.name: value})
-    problems: list[Problem | str] = [
-        *problems_of(new, "/set: {option} is {value}"),
-        *expansion_problems(new.expansion, paths, "this model"),
-    ]
-    if problems:
+    if problems := [*expansion_problems(new.expansion, paths, "this model")]:
         raise PlanError(*problems)
     return new
 

@@ -65,8 +65,7 @@ def write_samples_of(
         useless.append(Problem("samples-alike", "--temperature"))
     if count < 1:
         useless.append(Problem("samples-too-few", "--samples", count=count))
-    problems: list[Problem | str] = [*problems_of(settings), *useless]
-    if problems:
+    if problems := [*problems_of(settings), *useless]:
         raise PlanError(*problems)
     subject = open_subject(model, usual, run=run, revision=revision)
     if subject.is_fused:

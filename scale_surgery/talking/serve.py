@@ -124,7 +124,7 @@ def _name_for_server(model: str | Path, revision: str | None) -> str:
 
 def _need_free(address: Address) -> None:
     """Check that the address is free before a model is loaded."""
-    if problems := problems_of(address, "{option}: {value}"):
+    if problems := problems_of(address):
         raise ServingError(*problems)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
@@ -136,7 +136,7 @@ def _need_free(address: Address) -> None:
 
 def _check_names(model: str, paths: tuple[str, ...], expansion: str | None, folder: str) -> None:
     """Refuse an unknown expansion, and a model with the name of one of its paths."""
-    problems: list[Problem | str] = [*expansion_problems(expansion, paths, folder)]
+    problems = [*expansion_problems(expansion, paths, folder)]
     if model in paths:
         problems.append(Problem("name-of-two", model))
     if problems:

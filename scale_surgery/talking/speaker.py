@@ -211,8 +211,7 @@ def open_subject(
 ) -> Subject:
     """Find a model and its tokenizer, and check that it can answer as it will be asked; no weight is read."""
     (subject,) = open_subjects([model], run, revision=revision)
-    problems: list[Problem | str] = [*problems_of(settings), *_problems(subject, settings, compare=compare)]
-    if problems:
+    if problems := [*problems_of(settings), *_problems(subject, settings, compare=compare)]:
         raise PlanError(*problems)
     return subject
 
@@ -236,7 +235,7 @@ def _specs(subject: Subject) -> Any:
     return open_checkpoint(subject.path).config.get(CONFIG_KEY, {})
 
 
-def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[Problem | str]:
+def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[Problem]:
     """Yield a problem for each thing that is asked for and the model does not have."""
     yield from expansion_problems(settings.expansion, path_names(_specs(subject)), subject.name)
     if settings.system is not None and not has_template(subject, settings):

@@ -138,7 +138,7 @@ def plan_candidates(
 
 
 def _checked(request: Request, settings: RankingSettings) -> Request:
-    problems: list[Problem | str] = [*problems_of(settings)]
+    problems = problems_of(settings)
     if (layers := request.collaborative_layers) is not None:
         problems.append(Problem("collaborative-too-early", "--collaborative-layers", layers=layers))
     if problems:

@@ -158,7 +158,7 @@ OF_ANY_REHEARSAL = ("rehearsal_weight", "rehearsal_share")
 
 def check_settings(settings: TrainingSettings) -> None:
     """Check that settings make sense, on any model."""
-    problems: list[Problem | str] = [*problems_of(settings)]
+    problems = problems_of(settings)
     if unknown := [name for name in settings.groups if name not in GROUPS]:
         problems.append(Problem("choices-unknown", "--train-only", value=unknown, choices=GROUPS))
     if ITSELF in settings.rehearse and not settings.rehearses_itself:

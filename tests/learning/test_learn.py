@@ -185,7 +185,7 @@ def test_a_job_adds_to_a_model_that_has_learned_before(done, settings, tmp_path)
     assert shards and all((learned.result / name).read_bytes() == content for name, content in shards.items())
     train = next(stage.line for stage in learned.stages if stage.name == "train")
     assert "--name more" in train
-    with pytest.raises(CheckpointError, match="has an expansion called more already"):
+    with refused("expansion-exists", learned.result, CheckpointError):
         learn(resolve_recipe(values | {"model": str(learned.result)}), tmp_path / "again")
 
 
@@ -509,7 +509,7 @@ def test_what_cannot_be_routed_gets_no_router(settings, tmp_path):
     recipe = resolve_recipe(settings | {"expansion.method": "depth", "expansion.layers": "last:1"})
     job = prepare(recipe, tmp_path / "job")
     assert "route" not in [stage.name for stage in stages_of(job.work)]
-    assert job.estimate.notes[0].startswith("no router: It is a stock checkpoint")
+    assert job.estimate.notes[0] == f"no router: {Problem('deepened-not-routed')}"
     assert not (tmp_path / "job").exists()
 
 

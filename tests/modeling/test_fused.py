@@ -22,7 +22,7 @@ from scale_surgery.modeling.modeling_fused import Entering, Narrow, Padding, Sha
 from scale_surgery.progress import no_track
 from scale_surgery.surgery.fused import write_fused
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import REQUESTS, load, shake
+from tests.conftest import REQUESTS, load, refused, shake
 from tests.each import FEW, WAYS, mostly
 from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES
@@ -219,7 +219,7 @@ def test_blocks_of_one_name_are_told_apart(tmp_path: Path) -> None:
     """A mixture that is widened as a whole is refused, though layers above have something else by its name."""
     base = write_base(twin_config("nemotron_h"), torch.float32, tmp_path / "base")
     expanded = expand(base, Request("all", variant="adapt"), tmp_path / "expanded").path
-    with pytest.raises(PlanError, match=r"^--to fused: the block mixer runs as it is, with a small MLP beside it"):
+    with refused("block-not-fused", "--to fused", PlanError):
         merge(expanded, tmp_path / "fused")
 
 

@@ -6,11 +6,11 @@ import ast
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 import scale_surgery
 from scale_surgery import PlanError, Request, expand, extract, inspect, plan, report, strip, verify
+from scale_surgery.errors import Problem
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.method import Resolved
@@ -19,7 +19,7 @@ from scale_surgery.planning.scale import Scale
 from scale_surgery.planning.selection import select_layers
 from scale_surgery.planning.specs import Collaboration, Widths
 from tests.command import run
-from tests.conftest import digests, edited, load
+from tests.conftest import digests, edited, load, problems
 
 PACKAGE = Path(scale_surgery.__file__).parent
 IDS = torch.tensor([[1, 5, 6, 7, 8]])
@@ -69,11 +69,11 @@ def test_a_method_of_its_own_goes_the_whole_way(base_of, tmp_path, monkeypatch):
 
 
 def test_an_unknown_method_and_options_of_other_methods_are_refused(base_of, monkeypatch):
-    with pytest.raises(PlanError, match="--method is 'toy', expected one of: scale, grow, depth"):
-        plan(base_of("llama"), Request("1", method="toy"))
+    unknown = Problem("value-unfit", "--method", value="'toy'", kind="one of: scale, grow, depth")
+    assert problems(plan, base_of("llama"), Request("1", method="toy"), error=PlanError) == [unknown]
     monkeypatch.setitem(METHODS, "toy", Toy())
-    with pytest.raises(PlanError, match="--copies 3 belongs to --method grow, it has no meaning for toy"):
-        plan(base_of("llama"), Request("1", method="toy", copies=3))
+    foreign = Problem("option-of-other-method", "--copies", value=3, owner="grow")
+    assert problems(plan, base_of("llama"), Request("1", method="toy", copies=3), error=PlanError) == [foreign]
 
 
 def asked_by_name(folder: Path) -> list[str]:

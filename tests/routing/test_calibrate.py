@@ -58,7 +58,7 @@ from scale_surgery.surgery.routers import router_of, weights_of
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.tokenizing import collate, pad, stride, tokenize
 from tests.command import run
-from tests.conftest import Bars, digests, edited, load, problems, refusal, refused, shake
+from tests.conftest import Bars, digests, edited, load, problems, refused, shake
 from tests.each import mostly
 from tests.evidence.test_evaluate import with_tokenizer
 from tests.routed import between
@@ -605,9 +605,8 @@ def test_texts_and_settings_that_are_refused(place: Path, tmp_path: Path) -> Non
     nothing = [Problem("side-empty", option, files=[str(empty)]) for option in ("--old", "--new")]
     assert problems(route_calibrate, model, empty, [empty], error=DataError) == nothing
     for number in (-0.1, math.nan):
-        assert refusal(route_calibrate, model, *texts, CalibrationSettings(number), error=PlanError) == (
-            f"--most-forgetting is {number}, expected nats per token, at least 0."
-        )
+        with refused("value-unfit", "--most-forgetting", PlanError):
+            route_calibrate(model, *texts, CalibrationSettings(number))
     bounds = CalibrationSettings(bound=1.0, bound_per_token=0.1)
     assert problems(route_calibrate, place / "cosine", *texts, bounds, error=PlanError) == [
         Problem("router-without-bound", option, limit=limit, router="cosine")

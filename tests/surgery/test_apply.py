@@ -260,10 +260,8 @@ def test_what_force_does_not_bend(extracted, base_of, llama_base, tmp_path):
     assert not out.exists() and not out.with_name("again.partial").exists()
     for name in ("expanded_model.py", "expanded.index.json"):
         (llama_base / name).write_text("of the base")
-    assert refused(extracted, llama_base, out) == [
-        f"{name}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
-        "rename it."
-        for name in ("expanded.index.json", "expanded_model.py")
+    assert problems(apply, extracted, out, llama_base) == [
+        Problem("file-name-reserved", name) for name in ("expanded.index.json", "expanded_model.py")
     ]
 
 

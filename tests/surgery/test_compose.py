@@ -204,7 +204,7 @@ def test_wishes_that_make_no_sense_are_refused(llama: Made, folder: Path, tmp_pa
             "switch_rate: is nan",
         ),
         (lambda: extract(folder, out, name="history"), "expected an expansion of", "medicine or law or music or chess"),
-        (lambda: compose(llama.base, [deep], out), "copies: was made by --method depth"),
+        (lambda: compose(llama.base, [deep], out), "copies: --method depth puts copies between"),
         (lambda: compose(llama.base, {1: law}, out), "name: is 1, expected letters, digits and underscores"),
         (
             lambda: compose(llama.base, {"law": law}, out, routing={"prior": None}),

@@ -31,7 +31,7 @@ from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.record import read_manifest
-from tests.conftest import DEEPENED, Pair, digests, edited, load, problems, refusal, refused, shake, shown
+from tests.conftest import DEEPENED, Pair, digests, edited, load, problems, refused, shake, shown
 from tests.each import FORM_OF, WAYS, each_shape_in_a_form, mostly
 from tests.families import FAMILIES as FACTS
 from tests.modeling.test_promises import prompts, unequal
@@ -415,13 +415,13 @@ def test_layers_that_cannot_be_copied_are_refused_by_the_key_that_says_so(llama_
     assert set(BOUND) == {binding.key for binding in BINDINGS}
     for key, value in BOUND.items():
         edit(llama_base, "config.json", **dict.fromkeys(BOUND) | {"model_type": "gemma3n_text", key: value})
-        with pytest.raises(PlanError, match=rf"^config\.json: {key} is .*, so no layer can be duplicated\. Use"):
+        with refused("layers-bound", f"config.json: {key}", PlanError):
             plan(llama_base, DEEPENED)
     edit(llama_base, "config.json", text_config={"num_kv_shared_layers": 10}, num_kv_shared_layers=3)
-    assert [line.split(" is ")[0] for line in refusal(plan, llama_base, DEEPENED, error=PlanError).splitlines()] == [
+    assert [problem.where for problem in problems(plan, llama_base, DEEPENED, error=PlanError)] == [
         "config.json: num_kv_shared_layers",
         "config.json: scale_depth",
-        "config.json: text_config: num_kv_shared_layers",
+        "config.json: text_config.num_kv_shared_layers",
     ]
     # values that bind nothing are no reason
     nothing = dict.fromkeys(BOUND) | {"text_config": None, "model_type": "llama"}
@@ -446,12 +446,13 @@ def test_lists_that_do_not_fit_the_layers(base_of, tmp_path, family, changes, me
 
 def test_requests_that_make_no_sense_are_refused(deep_of, llama_base, tmp_path):
     request = Request("0", method="depth", up_width=20, collaborate="attn", init_w21="zero", dtype="float32", copies=3)
-    lines = refusal(plan, llama_base, request, error=PlanError).splitlines()
-    assert len(lines) == 5 and all("it has no meaning for depth. Leave it out." in line for line in lines)
-    with pytest.raises(PlanError, match=r"--variant is adapt, expected depth for --method depth"):
+    found = problems(plan, llama_base, request, error=PlanError)
+    assert [problem.where for problem in found] == ["--collaborate", "--up-width", "init_w21", "--dtype", "--copies"]
+    assert {problem.code for problem in found} == {"option-of-other-method"}
+    with refused("variant-of-other-method", "--variant", PlanError):
         plan(llama_base, Request("0", method="depth", variant="adapt"))
     for request in (DEEPENED, Request("0")):
-        with pytest.raises(CheckpointError, match=r"has duplicated layers, expected a base model.*Strip it first"):
+        with refused("base-deepened", deep_of().path, CheckpointError):
             expand(deep_of().path, request, tmp_path / "again")
 
 

@@ -34,7 +34,7 @@ from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests, edited, load, problems, refusal
+from tests.conftest import digests, edited, load, problems
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
 
@@ -236,18 +236,13 @@ def test_names_that_the_base_has_already(sharded_base, tmp_path):
     for shard, file in renamed.items():
         (sharded_base / shard).rename(sharded_base / file)
     wanted = {
-        f"{name}: the base model has a tensor of this name already.",
-        f"{law_name}: the base model has a tensor with '.expansions.' in its name, which tells tensors of expansions "
-        "from others. Rename it.",
-        *(
-            f"{file}: the base model has a file of this name, which the expansion needs. Take it out of the base, or "
-            "rename it."
-            for file in (*needed, *renamed.values())
-        ),
+        Problem("tensor-name-taken", name),
+        Problem("tensor-name-reserved", law_name, infix=".expansions."),
+        *(Problem("file-name-reserved", file) for file in (*needed, *renamed.values())),
     }
-    assert set(refusal(expand, sharded_base, REQUEST, tmp_path / "out", error=CheckpointError).splitlines()) == wanted
+    assert set(problems(expand, sharded_base, REQUEST, tmp_path / "out", error=CheckpointError)) == wanted
     assert not list(tmp_path.glob("*out*"))
-    assert set(refusal(plan, sharded_base, REQUEST, error=CheckpointError).splitlines()) == wanted
+    assert set(problems(plan, sharded_base, REQUEST, error=CheckpointError)) == wanted
 
 
 def test_a_base_with_files_whose_names_end_like_temporary_ones(llama_base, tmp_path):
@@ -284,16 +279,14 @@ def test_a_plan_gives_what_its_request_gives_and_the_record_names_the_model_that
 
 def test_a_plan_of_another_base_is_not_executed(base_of, llama_base, tmp_path):
     save_plan(plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "plan.json")
-    message = refusal(load_plan, llama_base, tmp_path / "plan.json", error=PlanError)
-    wanted = "was made for another base model, llama_bfloat16_untied, found"
-    assert wanted in message
-    message = refusal(
-        expand, llama_base, plan(base_of("llama", "bfloat16"), REQUEST), tmp_path / "out", error=PlanError
-    )
-    assert message == (
-        f"{llama_base}: is not the base model that the plan was made for, llama_bfloat16_untied: config, or names, "
-        "dtypes and shapes of tensors differ. Plan again."
-    )
+    other = {"base": "llama_bfloat16_untied"}
+    assert problems(load_plan, llama_base, tmp_path / "plan.json", error=PlanError) == [
+        Problem("plan-of-other-base", tmp_path / "plan.json", **other, found="base")
+    ]
+    made = plan(base_of("llama", "bfloat16"), REQUEST)
+    assert problems(expand, llama_base, made, tmp_path / "out", error=PlanError) == [
+        Problem("plan-unfit", llama_base, **other)
+    ]
     assert not (tmp_path / "out").exists()
 
 

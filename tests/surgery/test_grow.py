@@ -20,6 +20,7 @@ from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
+from scale_surgery.planning.grow import COPIES
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery import blocks
 from scale_surgery.surgery.apply import apply
@@ -32,7 +33,7 @@ from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import GROUPS, TrainingSettings
 from scale_surgery.training.train import train
-from tests.conftest import digests, edited, load, problems, refusal, refused, shake
+from tests.conftest import digests, edited, load, problems, refused, shake
 from tests.each import DTYPES, FEW, each_shape, mostly, woven
 from tests.families import FAMILIES as FACTS
 from tests.tiny import FAMILIES
@@ -261,34 +262,39 @@ def test_routed(family: str, routing: Router, grown_of: Callable[..., Path], tmp
     assert promise(result, "base_stream_always").holds
 
 
-COPIES = "--copies is {}, expected from 2 to 1000: the original is one of them, and 1 adds nothing."
+def unfit(copies: int) -> Problem:
+    return Problem("copies-out-of-range", "--copies", copies=copies, range=COPIES)
 
 
 @pytest.mark.parametrize(
-    ("request_", "lines"),
+    ("request_", "wanted"),
     [
-        (Request("0", method="grow", copies=10**400), [COPIES.format(10**400)]),
+        (Request("0", method="grow", copies=10**400), [unfit(10**400)]),
         (
             Request("9", method="grow", copies=1),
-            [COPIES.format(1), "--layers 9: layer 9 is out of range, the model has layers 0 to 2."],
+            [unfit(1), Problem("layer-out-of-range", "--layers 9", layer=9, last=2)],
         ),
         (
             Request("0", method="grow", copies=0, variant="adapt", up_width=8),
             [
-                "--variant is adapt, expected grow-freeze or grow-train for --method grow.",
-                "--up-width 8 belongs to --method scale, it has no meaning for grow. Leave it out.",
-                COPIES.format(0),
+                Problem(
+                    "variant-of-other-method",
+                    "--variant",
+                    variant="adapt",
+                    variants=("grow-freeze", "grow-train"),
+                    method="grow",
+                ),
+                Problem("option-of-other-method", "--up-width", value=8, owner="scale"),
+                unfit(0),
             ],
         ),
-        (Request("0", copies=2), ["--copies 2 belongs to --method grow, it has no meaning for scale. Leave it out."]),
+        (Request("0", copies=2), [Problem("option-of-other-method", "--copies", value=2, owner="grow")]),
     ],
 )
-def test_bad_requests(request_: Request, lines: list[str], base_of: Callable[..., Path]) -> None:
-    assert refusal(plan, base_of("llama"), request_, error=PlanError).splitlines() == lines
+def test_bad_requests(request_: Request, wanted: list[Problem], base_of: Callable[..., Path]) -> None:
+    assert problems(plan, base_of("llama"), request_, error=PlanError) == wanted
 
 
 def test_fused_is_refused(grown_of: Callable[..., Path], tmp_path: Path) -> None:
-    assert refusal(merge, grown_of("llama"), tmp_path / "fused", error=PlanError) == (
-        "--to fused: the model is grown, and the base product of its down projections counts a share, so that one "
-        "matrix would hold other bytes than the base's. Merge --to stock: a plain checkpoint with a larger MLP."
-    )
+    with refused("grown-not-fused", "--to fused", PlanError):
+        merge(grown_of("llama"), tmp_path / "fused")

@@ -222,19 +222,14 @@ NORMED = "its queries and keys are normalised over all heads at once, and new he
 
 @pytest.mark.parametrize(("family", "reason"), (("gpt2", FIXED), ("gpt_neox", FIXED), ("olmo2", NORMED)))
 def test_heads_that_no_stock_class_has_are_refused(pair_of, family, reason):
-    assert list(map(str, problems_of(pair_of(family, "adapt_without_up_stream").path))) == [
-        f"--to stock: 1 added key/value head, expected none for a {family} model: {reason}. Merge --to fused, or "
-        "expand with --up-kv-heads 0."
+    assert problems_of(pair_of(family, "adapt_without_up_stream").path) == [
+        Problem("stock-heads-fixed", "--to stock", heads=1, family=family, reason=reason)
     ]
 
 
 def test_what_has_more_than_one_path_or_stream_is_refused(pair_of, stock_of, tmp_path):
     _, expanded, _ = stock_of("llama", BOTH)
-    assert list(map(str, problems_of(pair_of("llama").path))) == [
-        "--to stock: the residual stream is 8 features wider than the base's 40, expected an up width of 0: a stock "
-        "class has one stream, whose norms, embedding and head know no second one. Merge --to fused, or expand with "
-        "--variant adapt --up-width 0."
-    ]
+    assert problems_of(pair_of("llama").path) == [Problem("stock-stream-wider", "--to stock", added=8, hidden=40)]
     assert problems_of(route_export(expanded, tmp_path / "routed").path) == [ROUTED]
 
 
@@ -249,7 +244,9 @@ def test_heads_are_refused_where_rope_factors_fix_their_number(base_of):
     for changes in (longrope, older):
         facts = derive_config(config | changes, "phi3", 100).architecture
         (problem,) = stock_problems(facts, sizes, Widths(0, 1, 0))
-        assert "its config does not allow it: " in problem and "short_factor field must have length" in problem
+        assert problem.code == "stock-heads-fixed"
+        assert "its config does not allow it: " in (reason := problem.values["reason"])
+        assert "short_factor field must have length" in reason
         assert not list(stock_problems(facts, sizes, Widths(0, 0, 8)))
     assert not list(stock_problems(derive_config(config, "phi3", 100).architecture, sizes, Widths(0, 1, 0)))
 
@@ -267,9 +264,7 @@ def test_another_dtype_is_refused_and_every_reason_is_given_at_once(base_of, tmp
     expanded = expand(base_of("llama", "bfloat16"), request, tmp_path / "expanded").path
     routed = route_export(expanded, tmp_path / "routed").path
     found = problems_of(routed)
-    assert found[0] == ROUTED
-    second = str(found[1])
-    assert second.startswith("--to stock: the residual stream is")
+    assert found[:2] == [ROUTED, Problem("stock-stream-wider", "--to stock", added=20, hidden=40)]
     new = {tensor for tensor in open_checkpoint(routed).tensors if expansion_of(tensor)}
     blocks = [name for name in new if name.rpartition(".")[2] in ("w12", "w21", "w22")]
     assert tensor_name("model.layers.1.mlp.down_proj", "default", "w12") in blocks

@@ -211,7 +211,7 @@ def test_fused_where_layers_cannot_be(base_of, tmp_path, model_type):
     assert digests(merge(fused, tmp_path / "blocks", "blocks").path) == digests(wide)
     # a control: one with new blocks in a layer is refused
     wider = expand(base, Request("last:1", new_tokens=TOKENS), tmp_path / "wider").path
-    with pytest.raises(PlanError, match=r"--to fused: the block mlp runs as it is"):
+    with refused("block-not-fused", "--to fused", PlanError):
         merge(wider, tmp_path / "refused")
 
 
@@ -246,11 +246,9 @@ def test_two_embeddings_are_refused(tmp_path):
     config = Gemma4TextConfig(vocab_size=ROWS, vocab_size_per_layer_input=ROWS, layer_types=kinds, **sizes, **TOKEN_IDS)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(tmp_path / "base")
-    wanted = (
-        "--new-tokens: model.embed_tokens_per_layer reads token ids too, and has no rows for new ones, expected one"
-    )
-    with pytest.raises(PlanError, match=wanted):
-        plan(tmp_path / "base", ALONE)
+    (problem,) = problems(plan, tmp_path / "base", ALONE, error=PlanError)
+    assert (problem.code, problem.where) == ("vocabulary-fixed", "--new-tokens")
+    assert problem.values["reason"].startswith("model.embed_tokens_per_layer reads token ids too")
     assert plan(tmp_path / "base", Request("1")).layers == (1,)
 
 

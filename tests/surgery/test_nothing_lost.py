@@ -11,6 +11,7 @@ import torch
 
 from scale_surgery import CheckpointError, PlanError, Request, expand
 from scale_surgery.deriving.planned import plan
+from scale_surgery.errors import Problem
 from tests.command import run
 from tests.conftest import digests, edited, problems, refused
 from tests.tiny import save_tiny
@@ -57,36 +58,33 @@ def test_a_target_that_holds_what_the_input_links_to_is_refused(expanded_as: Any
 
 
 def test_a_python_caller_is_told_all_typos_at_once_as_a_command_line_user_is_told(base: Path) -> None:
-    with pytest.raises(PlanError) as caught:
-        plan(base, Request("1", variant="presrve", init_w21="sdv", up_width=10.0, seed=None))  # type: ignore[arg-type]
-    assert set(str(caught.value).splitlines()) == {
-        "--variant is 'presrve', expected one of: preserve, adapt, gated, grow-freeze, grow-train, depth.",
-        "init_w21 is 'sdv', expected one of: svd, random, zero.",
-        "--up-width is 10.0, expected a whole number.",
-        "seed is None, expected a whole number.",
-    }
+    asked = Request("1", variant="presrve", init_w21="sdv", up_width=10.0, seed=None)  # type: ignore[arg-type]
+    found = problems(plan, base, asked, error=PlanError)
+    assert [(problem.code, problem.where) for problem in found] == [
+        ("value-unfit", option) for option in ("--variant", "--up-width", "init_w21", "seed")
+    ]
+
+
+HEAD, Q_BIAS, DOWN_BIAS = "lm_head.weight", "model.layers.1.self_attn.q_proj.bias", "model.layers.1.mlp.down_proj.bias"
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value", "wanted"),
     [
-        ("lm_head.weight", torch.zeros(50, 40), r"lm_head\.weight: shape \(50, 40\), expected \(97, 40\)"),
-        ("model.layers.1.self_attn.q_proj.bias", torch.zeros(7), r"q_proj\.bias: shape \(7,\), expected \(80,\)"),
-        (
-            "model.layers.1.mlp.down_proj.bias",
-            None,
-            r"1\.mlp\.down_proj\.bias: no such tensor, other layers",
-        ),
-        ("lm_head.weight", None, r"lm_head\.weight: no such tensor, expected one of shape \(97, 40\)"),
+        (HEAD, torch.zeros(50, 40), Problem("tensor-unlike-config", HEAD, shape=(50, 40), wanted=(97, 40))),
+        (Q_BIAS, torch.zeros(7), Problem("tensor-unlike-config", Q_BIAS, shape=(7,), wanted=(80,))),
+        (DOWN_BIAS, None, Problem("bias-missing", DOWN_BIAS)),
+        (HEAD, None, Problem("weight-missing", HEAD, shape=(97, 40))),
     ],
 )
-def test_heads_and_biases_must_fit_too(expanded_as: Any, name: str, value: torch.Tensor | None, message: str) -> None:
+def test_heads_and_biases_must_fit_too(
+    expanded_as: Any, name: str, value: torch.Tensor | None, wanted: Problem
+) -> None:
     source = expanded_as("spoiled")
     with edited(source / "model.safetensors") as tensors:
         tensors.pop(name)
         tensors |= {} if value is None else {name: value}
-    with pytest.raises(CheckpointError, match=message):
-        plan(source, REQUEST)
+    assert problems(plan, source, REQUEST, error=CheckpointError) == [wanted]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from scale_surgery import (
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.errors import Problem
+from scale_surgery.modeling import AUTO_CLASSES
 from tests.conftest import digests, edited, problems, shake
 
 Change = Callable[[dict[str, Any]], None]
@@ -178,61 +179,102 @@ def test_a_text_that_is_no_json_is_refused_when_it_is_read(adapt: Path) -> None:
     assert problem.code == "other-program" and "Expecting property" in problem.values["error"]
 
 
-# each with what its problem names
-UNPLANNED: dict[str, tuple[Change, str]] = {
-    "layers": (lambda content: request(content).update(layers="99"), "--layers"),
-    "method": (lambda content: request(content).update(method="grow"), "--variant"),
-    "no method": (lambda content: request(content).update(method="foo"), "--method"),
-    "variant": (lambda content: request(content).update(variant="depth"), "--variant"),
-    "sizes": (lambda content: facts(content)["sizes"].update(hidden=17), "facts.sizes.hidden"),
+FACTS = f"{DEFAULT}: facts"
+UNPLANNED: dict[str, tuple[Change, Problem]] = {
+    "layers": (
+        lambda content: request(content).update(layers="99"),
+        Problem("layer-out-of-range", f"{DEFAULT}: --layers 99", layer=99, last=2),
+    ),
+    "method": (
+        lambda content: request(content).update(method="grow"),
+        Problem(
+            "variant-of-other-method",
+            f"{DEFAULT}: --variant",
+            variant="adapt",
+            variants=("grow-freeze", "grow-train"),
+            method="grow",
+        ),
+    ),
+    "no method": (
+        lambda content: request(content).update(method="foo"),
+        Problem("value-unfit", f"{DEFAULT}: --method", value="'foo'", kind="one of: scale, grow, depth"),
+    ),
+    "variant": (
+        lambda content: request(content).update(variant="depth"),
+        Problem(
+            "variant-of-other-method",
+            f"{DEFAULT}: --variant",
+            variant="depth",
+            variants=("preserve", "adapt", "gated"),
+            method="scale",
+        ),
+    ),
+    "sizes": (
+        lambda content: facts(content)["sizes"].update(hidden=17),
+        Problem("facts-size", f"{FACTS}.sizes.hidden", size=17, expected=40),
+    ),
     "heads": (
         lambda content: facts(content)["sizes"].update(key_value_heads=2),
-        "facts.sizes.key_value_heads",
+        Problem("facts-size", f"{FACTS}.sizes.key_value_heads", size=2, expected=4),
     ),
-    "vocabulary": (lambda content: facts(content)["sizes"].update(vocabulary=96), "model.embed_tokens.weight"),
+    "vocabulary": (
+        lambda content: facts(content)["sizes"].update(vocabulary=96),
+        Problem("tensor-unlike-config", f"{DEFAULT}: model.embed_tokens.weight", shape=(97, 40), wanted=(96, 40)),
+    ),
     "final norm": (
         lambda content: facts(content)["architecture"].update(final_norm={"name": "other", "style": "rms"}),
-        "model.other.weight",
+        Problem("weight-missing", f"{DEFAULT}: model.other.weight", shape=(40,)),
     ),
-    "embedding": (lambda content: facts(content)["architecture"].update(embedding="wte"), "model.wte.weight"),
+    "embedding": (
+        lambda content: facts(content)["architecture"].update(embedding="wte"),
+        Problem("weight-missing", f"{DEFAULT}: model.wte.weight", shape=(97, 40)),
+    ),
     "a name on disk": (
         lambda content: facts(content)["architecture"]["kinds"][0].update(stored_as={"input_layernorm": "other"}),
-        "model.layers.0.other.weight",
+        Problem("weight-missing", f"{DEFAULT}: model.layers.0.other.weight", shape=(40,)),
     ),
     "kinds": (
         lambda content: facts(content)["architecture"].update(kind_of_layer=[0, 0, 7]),
-        "facts.architecture.kind_of_layer",
+        Problem("facts-kind-unknown", f"{FACTS}.architecture.kind_of_layer", numbers=[7], kinds=1),
+    ),
+    "too few kinds": (
+        lambda content: facts(content)["architecture"].update(kind_of_layer=[0, 0]),
+        Problem("facts-layer-count", f"{FACTS}.architecture.kind_of_layer", found=2, expected=3),
     ),
     "no kinds": (
         lambda content: facts(content)["architecture"].update(kinds=[]),
-        "facts.architecture.kind_of_layer",
+        Problem("value-empty", f"{FACTS}.architecture.kinds"),
     ),
     "own code": (
         lambda content: facts(content)["architecture"].update(own_code={"AutoTokenizer": "own.Tokenizer"}),
-        "facts.architecture.own_code",
+        Problem("facts-class-unknown", f"{FACTS}.architecture.own_code", names=["AutoTokenizer"], classes=AUTO_CLASSES),
     ),
     "classes": (
         lambda content: facts(content)["architecture"].update(classes={"x": "y"}),
-        "facts.architecture.classes",
+        Problem("facts-class-unknown", f"{FACTS}.architecture.classes", names=["x"], classes=AUTO_CLASSES),
     ),
     "a shape of the base": (
         lambda content: content["base_tensors"]["model.norm.weight"].update(shape=[41]),
-        "model.norm.weight",
+        Problem("tensor-unlike-config", f"{DEFAULT}: model.norm.weight", shape=(41,), wanted=(40,)),
     ),
-    "a dtype of the base": (
-        lambda content: content["base_tensors"]["model.norm.weight"].update(dtype="foo"),
-        "quantised (foo)",
+    "a tensor of the base": (
+        lambda content: content["base_tensors"].pop("model.norm.weight"),
+        Problem("weight-missing", f"{DEFAULT}: model.norm.weight", shape=(40,)),
     ),
-    "a tensor of the base": (lambda content: content["base_tensors"].pop("model.norm.weight"), "model.norm.weight"),
 }
 
 
 @pytest.mark.parametrize("name", UNPLANNED)
 def test_an_expansion_that_cannot_be_planned_again_is_refused_when_it_is_read(adapt: Path, name: str) -> None:
-    change, named = UNPLANNED[name]
+    change, wanted = UNPLANNED[name]
     found = unfit(edit(adapt, change))
+    assert found[0] == wanted
     assert all(problem.where.startswith(DEFAULT) for problem in found)
-    assert named in str(found[0])
+
+
+def test_a_dtype_of_the_base_is_refused_when_it_is_read(adapt: Path) -> None:
+    found = unfit(edit(adapt, lambda content: content["base_tensors"]["model.norm.weight"].update(dtype="foo")))
+    assert found == [Problem("base-quantised", f"{DEFAULT}: {adapt}", schemes=["foo"])]
 
 
 def recorded(content: dict[str, Any]) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def test_commands(place: Path) -> None:
         "/wat is no",
         "/set seed: cannot",
         "/set top-k is many",
-        "/set: top-p is",
+        "/set top-p is 2.0, expected",
     )
     lines = [line for line in wrong.stderr.replace("\n", " ").split("error: ") if line]
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * len(starts)

@@ -204,11 +204,11 @@ def test_what_makes_no_sense_for_copies_is_refused(deep_of: Deep, tmp_path: Path
     pair = deep_of("llama")
     extract(pair.path, tmp_path / "extract")
     for to in ("fused", "stock"):
-        with pytest.raises(PlanError, match="It is a stock checkpoint already, which any program loads as it is"):
+        with refused("deepened-is-stock", pair.path, PlanError):
             merge(pair.path, tmp_path / "out", to)
-    with pytest.raises(PlanError, match="whose classes run one path; a router needs --method scale"):
+    with refused("deepened-not-routed", pair.path, PlanError):
         route_export(pair.path, tmp_path / "out")
-    with pytest.raises(PlanError, match=r"on its base on disk \(scale-surgery apply\), and load that folder"):
+    with refused("deepened-in-memory", tmp_path / "extract", PlanError):
         load_expansion(pair.base, tmp_path / "extract")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["extract"]
 

@@ -69,9 +69,9 @@ def test_a_base_that_cannot_be_quantised_is_refused_before_anything_is_read(pair
 
     base = save_tiny(tmp_path / "base", "llama")
     grown = expand(base, Request("0", method="grow"), tmp_path / "grown").path
-    assert "was made by --method grow" in refusal(grown)["found"]
+    assert refusal(grown)["code"] == "grown-on-quantised"
     deep = expand(base, Request("0", method="depth"), tmp_path / "deep").path
-    assert "was made by --method depth" in refusal(deep)["found"]
+    assert refusal(deep)["code"] == "deepened-on-quantised"
     widened = pair_of("llama", "adapt").path
     assert refusal(widened, "--trust-remote-code")["code"] == "quantisation-with-own-code"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
