@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 
 from scale_surgery import Request, expand, register
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.errors import SurgeryError
+from scale_surgery.errors import Problem, SurgeryError
 from scale_surgery.surgery.merge import merge
 
 SHIPPED = "shipped"
@@ -158,7 +158,7 @@ def convert(converter: Converter, model: Path, file: Path) -> Path:
     program = [converter.python, "-c", DRIVER, converter.script, model, "--outtype", "f32", "--outfile", file]
     done = subprocess.run([str(part) for part in program], capture_output=True, text=True)
     if done.returncode:
-        raise SurgeryError(f"the converter stopped: {done.stderr.strip().splitlines()[-1]}")
+        raise SurgeryError(Problem("other-program", "converter", error=done.stderr.strip().splitlines()[-1]))
     return file
 
 
@@ -186,7 +186,7 @@ def read_in_llama_cpp(file: Path, prompts: list[list[int]]) -> list[Reading]:
     try:
         model = Llama(str(file), n_ctx=CONTEXT, logits_all=True, verbose=False, **options)
     except ValueError as error:
-        raise SurgeryError("llama.cpp does not load it") from error
+        raise SurgeryError(Problem("other-program", "llama.cpp", error=error)) from error
     readings = []
     for ids in prompts:
         model.reset()

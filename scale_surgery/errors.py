@@ -79,22 +79,18 @@ class Problem:
     @property
     def phrase(self) -> str:
         """The sentence without what to do and without a full stop."""
-        if not self.code:
-            return str(self.values["text"]).removesuffix(".")
         place = f"{self.where} " if self._is_joined else f"{self.where}: " if self.where else ""
         return f"{place}{self.found}" + (f", expected {self.expected}" if self.expected else "")
 
     @property
     def lines(self) -> list[str]:
         """The sentence, and those of its details below it if it does not name them itself."""
-        if not self.code:
-            return [self.values["text"]]
         is_inside = "{details}" in "".join(_listing()[self.code].values())
         return [f"{self.phrase}.", *([] if is_inside else render(self.details))]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, the words included."""
-        words = {"found": self.found if self.code else self.phrase, "expected": self.expected, "fix": self.fix}
+        words = {"found": self.found, "expected": self.expected, "fix": self.fix}
         return {"code": self.code, "where": self.where, **words, "details": [part.to_json() for part in self.details]}
 
     def __str__(self) -> str:
@@ -103,10 +99,10 @@ class Problem:
     @property
     def _is_joined(self) -> bool:
         """Whether the sentence goes on after the place: "--budget is 3x", not "config.json: is incomplete"."""
-        return bool(self.code) and _listing()[self.code]["found"].startswith("{where} ")
+        return _listing()[self.code]["found"].startswith("{where} ")
 
     def _words(self, part: str) -> str:
-        template = _listing()[self.code].get(part, "") if self.code else ""
+        template = _listing()[self.code].get(part, "")
         details = in_one_line([detail.phrase for detail in self.details])
         return _Words().vformat(template, (), {**self.values, "where": self.where, "details": details})
 
@@ -116,11 +112,10 @@ def render(problems: Iterable[Problem]) -> list[str]:
     lines: list[str] = []
     for fix, alike in groupby(problems, key=lambda problem: problem.fix):
         run: list[str] = []
-        for code, same in groupby(alike, key=lambda problem: problem.code):
+        for _, same in groupby(alike, key=lambda problem: problem.code):
             some = list(same)
-            shown = some[:MOST_LINES] if code else some
-            run += [line for problem in shown for line in problem.lines]
-            run += [f"... and {len(some) - len(shown)} more."] if len(some) > len(shown) else []
+            run += [line for problem in some[:MOST_LINES] for line in problem.lines]
+            run += [f"... and {len(some) - MOST_LINES} more."] if len(some) > MOST_LINES else []
         lines += [f"{run[0]} {fix}" if fix else run[0]] if len(run) == 1 else [*run, fix] if fix else run
     return lines
 
@@ -147,15 +142,9 @@ def _listing() -> dict[str, dict[str, str]]:
 class SurgeryError(Exception):
     """Something the user can act on; shown without a traceback."""
 
-    # a text is the sentence of a room whose problems have no codes yet
-    def __init__(self, *problems: Problem | str) -> None:
+    def __init__(self, *problems: Problem) -> None:
         super().__init__(*problems)
-        self.problems = tuple(each if isinstance(each, Problem) else Problem("", text=each) for each in problems)
-
-    @classmethod
-    def from_problems(cls, problems: Iterable[Problem | str]) -> SurgeryError:
-        """One error that lists every problem, each on its own line."""
-        return cls(*problems)
+        self.problems = problems
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import get_args
 import pytest
 
 from scale_surgery.checkpoint.forms import Form, refuse_form
-from scale_surgery.errors import LISTING, CheckpointError, Problem, SurgeryError, problems_of, render
+from scale_surgery.errors import LISTING, CheckpointError, Problem, problems_of, render
 from tests.command import run
 
 PACKAGE, APPROVED = LISTING.parent, Path(__file__).with_name("problems.txt")
@@ -187,13 +187,6 @@ def test_a_problem_is_a_value() -> None:
     assert len({problem, Problem("key-missing", "a")}) == 1
     error = pickle.loads(pickle.dumps(CheckpointError(problem)))
     assert type(error) is CheckpointError and error.problems == (problem,)
-
-
-def test_a_sentence_without_a_code_is_shown_as_it_is() -> None:
-    """Rooms whose problems have no codes yet."""
-    error = SurgeryError("one: a.", Problem("key-missing", "b"), "two: c. Do this.")
-    assert str(error) == "one: a.\nb is missing.\ntwo: c. Do this."
-    assert problems_of(error)[0].to_json()["found"] == "one: a"
 
 
 def test_json_has_problems_as_objects(tmp_path: Path) -> None:

@@ -357,8 +357,7 @@ def run_alone(
             options = run if has_own_code else replace(run, trust_remote_code=False)
             with loaded(Path(folder), options, name=name) as (model, problems), translated(*RUNNING):
                 if unfit := _unlike_base(model, problems, known):
-                    details = [Problem("", text=line) for line in unfit]
-                    raise CheckpointError(Problem("model-unlike-files", name, *details))
+                    raise CheckpointError(Problem("model-unlike-files", name, *unfit))
                 path_run = run_path(model, batch, manifest.first_plan.sizes, new_tokens, run.device)
                 # free it before the next one is loaded
                 del model

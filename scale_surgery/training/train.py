@@ -24,7 +24,7 @@ from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
-from scale_surgery.errors import CheckpointError, Problem, SurgeryError, TrainingError
+from scale_surgery.errors import CheckpointError, Problem, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.progress import Steps, Track, no_track
 from scale_surgery.running.in_memory import InMemory
@@ -270,9 +270,9 @@ def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run
 
 def _file_problems(checkpoint: Checkpoint, integrity: Integrity, run: RunOptions) -> tuple[Problem, ...]:
     unread = () if run.trust_remote_code else integrity.config + integrity.code
-    problems = SurgeryError(*integrity.base, *integrity.structure, *unread).problems
-    if problems:
-        return (Problem("expansion-changed", checkpoint.path, *problems),)
+    if found := (*integrity.base, *integrity.structure, *unread):
+        findings = (Problem("verify-finding", text=text.removesuffix(".")) for text in found)
+        return (Problem("expansion-changed", checkpoint.path, *findings),)
     if integrity.foreign_code and not run.trust_remote_code:
         return (Problem("code-of-other-release", checkpoint.path),)
     return ()

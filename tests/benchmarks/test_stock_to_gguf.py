@@ -55,7 +55,7 @@ def test_drift_is_a_share_and_agreement_counts_tokens() -> None:
 
 
 def test_a_converter_that_stops_is_quoted(converter: stock_to_gguf.Converter, tmp_path: Path) -> None:
-    with pytest.raises(SurgeryError, match=r"^the converter stopped: ValueError: some/model is not supported$"):
+    with pytest.raises(SurgeryError, match=r"^converter: ValueError: some/model is not supported\.$"):
         stock_to_gguf.convert(converter, Path("some/model"), tmp_path / "model.gguf")
     result = stock_to_gguf.measure(stock_to_gguf.SHIPPED, "inner", converter, tmp_path / "work")
     assert result.problem is not None and "is not supported" in result.problem

@@ -270,9 +270,9 @@ def test_a_refusal_leaves_nothing(tmp_path):
     """What was refused has to change before a next run; what checks every file by a hash may keep it."""
     for keeps in (False, True):
         with (
-            pytest.raises(CheckpointError, match="no"),
+            pytest.raises(CheckpointError),
             staged(tmp_path / "out", {}, overwrite=False, keeps_refused=keeps) as partial,
         ):
             (partial / "file").write_text("x")
-            raise CheckpointError("no")
+            raise CheckpointError(Problem("interrupted"))
         assert partial.exists() is (tmp_path / ".out.partial.json").exists() is keeps

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from scale_surgery import Request, SurgeryError, expand
+from scale_surgery.errors import Problem
 from tests.fuzz import case
 from tests.fuzz.case import Outcome, run_case
 from tests.fuzz.operations import Call, Operation
@@ -24,7 +25,7 @@ def seeds(base_of: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def refuse(call: Call) -> None:
-    raise SurgeryError("no")
+    raise SurgeryError(Problem("interrupted"))
 
 
 def leave_something(call: Call) -> None:
