@@ -65,7 +65,7 @@ def _new_tokens(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _odd(plan: Plan) -> list[tuple[str, str]]:
-    """Return surprising facts of the base: a head that differs from the embedding in spite of tying, and skipped tensors."""
+    """Return surprising facts: a head that is not tied although config.json says so, and skipped tensors."""
     facts = plan.facts
     head = [("head", describe_head(plan.sizes.is_tied, facts.has_own_head))] * facts.has_own_head
     return [*head, ("not loaded", name_some(facts.not_loaded))]
