@@ -164,7 +164,7 @@ def people(count: int, *, start: int = 0, seed: int = 0) -> tuple[Person, ...]:
 
 
 def biography(person: Person, style: int = 0) -> str:
-    """Write the six attributes of a person as one paragraph; `style` selects wording and order."""
+    """Write the six attributes of a person as one paragraph. `style` selects wording and order."""
     # seeded by the style alone: the same for every person
     choice = random.Random(f"style {style}")
     sentences = [choice.choice(wordings) for wordings in SENTENCES.values()]

@@ -86,7 +86,7 @@ class Reloaded:
 
 @dataclass(frozen=True)
 class Demo:
-    """A result of the demo; `passed` is True if every step kept its promise.
+    """A result of the demo. `passed` is True if every step kept its promise.
 
     `base_tensors_kept` counts, by folder, the tensors that are byte for byte those of the shipped model. `base_tensors`
     is the number of tensors of the shipped model.

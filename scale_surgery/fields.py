@@ -90,12 +90,12 @@ class Field:
     Attributes:
         name: Its name.
         option: Its name on the command line: from the metadata, or the field's name with dashes.
-        has_option: True if it has its own option; --set fills the others.
+        has_option: True if it has its own option. --set fills the others.
         kind: Type of its values; if it has choices, the type of a choice.
         part: Type of the values in a tuple.
         list_choices: Lists the allowed values, for a tuple those of its elements; empty if all are allowed.
         range: The allowed numbers, or None.
-        default: Its default; `dataclasses.MISSING` if there is none.
+        default: Its default. `dataclasses.MISSING` if there is none.
         is_optional: True if it may be None.
         help: Its line in the docstring.
     """
@@ -118,7 +118,7 @@ class Field:
 
     @property
     def is_plain(self) -> bool:
-        """True if the value can be typed on the command line; a dataclass cannot."""
+        """True if the value can be typed on the command line. A dataclass cannot."""
         return not dataclasses.is_dataclass(self.kind)
 
     @property
@@ -129,7 +129,7 @@ class Field:
     def read(self, value: Any) -> Any:
         """Convert a value from the command line or from Python.
 
-        A value that cannot be converted is returned as it is; `expects` reports it.
+        A value that cannot be converted is returned as it is. `expects` reports it.
         """
         # Python users may pass layers=4
         if self.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
@@ -145,7 +145,7 @@ class Field:
         return value
 
     def expects(self, value: object, *, with_range: bool = True) -> str | None:
-        """Return the expected kind of value; None if the value is valid, or if the type is not checked here."""
+        """Return the expected kind of value, or None if the value is valid, or if the type is not checked here."""
         if value is None and self.is_optional:
             return None
         if not self.is_plain:

@@ -32,7 +32,7 @@ def tensor_name(module: str, expansion: str, block: str) -> str:
 
 
 def expansion_of(tensor: str) -> str | None:
-    """Return the expansion in the name of a tensor; None for a base tensor."""
+    """Return the expansion in the name of a tensor, or None for a base tensor."""
     _, infix, rest = tensor.partition(INFIX)
     return rest.partition(".")[0] if infix else None
 

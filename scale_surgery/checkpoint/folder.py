@@ -70,7 +70,7 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Mapping[str, Any] | None:
-        """Parsed surgery.json; None if it is missing."""
+        """Parsed surgery.json, or None if it is missing."""
         file = self.path / MANIFEST_FILE
         return read_json(file) if file.is_file() else None
 
@@ -104,7 +104,7 @@ class Sized(Protocol):
 
 
 def most_common_dtype(tensors: Iterable[Sized]) -> str:
-    """Dtype of most of the parameters, in safetensors' name."""
+    """Return the dtype of most of the parameters, in safetensors' name."""
     counts: Counter[str] = Counter()
     for info in tensors:
         counts[info.dtype] += info.elements
@@ -112,7 +112,7 @@ def most_common_dtype(tensors: Iterable[Sized]) -> str:
 
 
 def running_dtype(tensors: Collection[Sized]) -> str:
-    """Return the dtype of most unquantised parameters; experts may be quantised."""
+    """Return the dtype of most unquantised parameters. Experts may be quantised."""
     kept = [info for info in tensors if info.dtype in FLOAT_DTYPES.values()]
     return most_common_dtype(kept or tensors)
 
@@ -131,7 +131,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _missing(file: Path) -> Problem:
-    """Return the problem of a missing config.json; for a job folder of `learn` it names the models inside."""
+    """Return the problem of a missing config.json. In a job folder of `learn` it names the models inside."""
     folder = file.parent
     if not (folder / JOB_FILE).is_file():
         return Problem("json-missing", file)

@@ -86,7 +86,7 @@ def _distributed(path: Path, files: Sequence[str]) -> Problem | None:
 
 
 def _merge(folder: Path) -> str:
-    """Return the command that merges distributed shards; accelerate's command needs a model alone."""
+    """Return the command that merges distributed shards. Accelerate's command needs a model alone."""
     listing = folder / ".metadata"
     # a pickle lists the contents of the shards; it is not loaded, but its bytes show the names
     if not (listing.is_file() and b"optim" in listing.read_bytes()):
@@ -100,7 +100,7 @@ def _merge(folder: Path) -> str:
 
 
 def _pickled(path: Path, files: Sequence[str]) -> Problem | None:
-    """Return a problem if FSDP pickled a full state; transformers names its pickled weights otherwise."""
+    """Return a problem if FSDP pickled a full state. Transformers names its pickled weights otherwise."""
     pickle = next((file for file in files if FSDP_PICKLE.fullmatch(file)), None)
     if pickle is None:
         return None

@@ -28,7 +28,7 @@ RECORDS: Mapping[str, Form] = {EXTRACT_FILE: "extract", MANIFEST_FILE: "expanded
 def form_of(path: Path) -> Form:
     """Return the form of a folder from its records and config.json.
 
-    Exception: `fused` is not distinguished from `expanded` here; it is recorded in surgery.json.
+    Exception: `fused` is not distinguished from `expanded` here. It is recorded in surgery.json.
     """
     recorded = next((form for file, form in RECORDS.items() if (path / file).is_file()), None)
     return recorded or ("saved" if CONFIG_KEY in _config(path) else "base")

@@ -18,7 +18,7 @@ HASH_THREADS = 2
 
 
 def hash_file(file: Path, advance: Progress = no_progress) -> str:
-    """Return the SHA-256 of a file; `advance` is called with the number of bytes done."""
+    """Return the SHA-256 of a file. `advance` is called with the number of bytes done."""
     digest = hashlib.sha256()
     for chunk in read_chunks(file):
         digest.update(chunk)
@@ -60,7 +60,7 @@ class Sums:
 
 
 def hash_all(checkpoint: Checkpoint, names: list[str], advance: Progress = no_progress) -> Sums:
-    """Return the SHA-256 of files of a checkpoint and of every tensor in them; each byte is read once."""
+    """Return the SHA-256 of files of a checkpoint and of every tensor in them. Each byte is read once."""
     sums = Sums()
     tensors: dict[str, list[TensorInfo]] = {}
     for info in sorted(checkpoint.tensors.values(), key=attrgetter("offset")):

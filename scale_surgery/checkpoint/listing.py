@@ -105,7 +105,7 @@ def links_that_are_no_files(path: Path) -> tuple[str, ...]:
 
 
 def is_left_link(path: Path, name: str) -> bool:
-    """Return True if a file is a link out of the folder and not part of a model; such a file is never copied."""
+    """Return True if a file is a link out of the folder and not part of a model. Such a file is never copied."""
     return name not in FOLLOWED and not name.endswith(".safetensors") and leads_out(path, name)
 
 

@@ -74,7 +74,7 @@ def is_inside(name: object) -> bool:
 
 
 def is_unicode(name: str) -> bool:
-    """Return True if a name can be written as UTF-8, so that Python's form has no lone surrogates."""
+    """Return True if a name can be written as UTF-8: Python's form of it has no lone surrogates."""
     return HALF_A_CHARACTER.search(name) is None
 
 

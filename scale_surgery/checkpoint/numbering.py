@@ -68,7 +68,7 @@ class Numbering:
         return f"{path}{self.position(layer)}.{rest}"
 
     def named(self, stored: str) -> str:
-        """Return the name of a stored tensor in this package; the inverse of `stored`."""
+        """Return the name of a stored tensor in this package, as the inverse of `stored`."""
         match = self._pattern.fullmatch(stored)
         if match is None:
             return stored
@@ -84,7 +84,7 @@ class Numbering:
 
 
 def numbering_of(specs: Mapping[str, Any] | None) -> Numbering | None:
-    """Return the numbering in a model's key `scale_surgery`; None if no layer was duplicated."""
+    """Return the numbering in a model's key `scale_surgery`, or None if no layer was duplicated."""
     # only specifications of duplicated layers name their method
     if not isinstance(specs, Mapping) or "method" not in specs:
         return None

@@ -1,4 +1,4 @@
-"""YAML that keeps numbers and dates as text; the type of each setting determines the conversion.
+"""YAML that keeps numbers and dates as text. The type of each setting determines the conversion.
 
 YAML 1.1 silently reads 0200 as 128, 1:30 as 90 and the revision 1.10 as 1.1.
 """

@@ -34,12 +34,12 @@ KINDS = {
 
 
 def other_kind(mode: int) -> str | None:
-    """Return the kind of a file that is not regular, in words; None for a regular file."""
+    """Return the kind of a file that is not regular, in words, or None for a regular file."""
     return None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open a regular file for reading; links to regular files are followed."""
+    """Open a regular file for reading. Links to regular files are followed."""
     try:
         _refuse_other(file.stat())
         # non-blocking: if the file was replaced by a pipe meanwhile, opening would wait for a writer

@@ -46,7 +46,7 @@ class RecordError(CheckpointError, ValueError):
 
 
 def open_record(kind: T) -> T:
-    """Allow unknown keys in records of a dataclass or a TypedDict; a TypedDict keeps them."""
+    """Allow unknown keys in records of a dataclass or a TypedDict. A TypedDict keeps them."""
     kind.__pydantic_config__ = {"strict": True, "extra": "ignore"}  # type: ignore[attr-defined]
     if not is_dataclass(kind):
         kind.__get_pydantic_core_schema__ = _checked_schema  # type: ignore[attr-defined]

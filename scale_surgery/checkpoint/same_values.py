@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def are_same_bytes(checkpoint: Checkpoint, name: str, other: str) -> bool:
-    """Return True if two tensors of a checkpoint have the same bytes; only a few MB are in memory at a time."""
+    """Return True if two tensors of a checkpoint have the same bytes. Only a few MB are in memory at a time."""
     infos = checkpoint.tensors[name], checkpoint.tensors[other]
     if len({(info.dtype, info.shape) for info in infos}) > 1:
         return False
@@ -22,7 +22,7 @@ def are_same_bytes(checkpoint: Checkpoint, name: str, other: str) -> bool:
 
 
 def difference(name: str, tensor: Tensor, wanted: Tensor) -> Problem | None:
-    """Return the problem of a tensor with other values than another of its shape; None if all bits are equal."""
+    """Return the problem of a tensor with other values than another of its shape, or None if all bits are equal."""
     import torch
 
     # widened to the narrowest dtype that represents both exactly, so the comparison does not round

@@ -24,7 +24,7 @@ SKIPPED_PATTERNS = [f"*{suffix}" for suffix in OTHER_WEIGHT_SUFFIXES]
 
 @dataclass(frozen=True)
 class Source:
-    """The path and the name of a model; only the name is ever recorded."""
+    """The path and the name of a model. Only the name is ever recorded."""
 
     path: Path
     name: str
@@ -32,7 +32,7 @@ class Source:
 
 
 def listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
-    """Return a list of models or files; a single one may be passed without a list."""
+    """Return a list of models or files. A single one may be passed without a list."""
     return [given] if isinstance(given, str | Path) else list(given)
 
 

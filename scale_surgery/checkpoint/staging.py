@@ -104,7 +104,7 @@ def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[Problem]:
 
 
 def _is_model(folder: Path) -> bool:
-    """Return True if a folder's config.json describes a model; other programs use the same file name."""
+    """Return True if a folder's config.json describes a model. Other programs use the same file name."""
     file = folder / CONFIG_FILE
     try:
         return file.is_file() and "model_type" in read_json(file)

@@ -47,12 +47,12 @@ class LeftBehind:
 
     @property
     def steps(self) -> int | None:
-        """The number of optimizer steps; None if it is not recorded."""
+        """The number of optimizer steps, or None if it is not recorded."""
         return int(self.state[STEP]) if STEP in self.state else None
 
 
 def read_left_behind(path: Path) -> LeftBehind:
-    """Read a trainer's state and arguments from a folder; invalid JSON files are skipped."""
+    """Read a trainer's state and arguments from a folder. Invalid JSON files are skipped."""
     contents = {name: content for name in (STATE_FILE, ARGUMENTS_FILE) if (content := _read(path / name)) is not None}
     state = contents.get(STATE_FILE, {})
     history = state.get("log_history")
@@ -69,7 +69,7 @@ def read_left_behind(path: Path) -> LeftBehind:
 
 
 def chat_template(checkpoint: Checkpoint) -> Any:
-    """Return the chat template of a tokenizer; None if it has none."""
+    """Return the chat template of a tokenizer, or None if it has none."""
     if TEMPLATE_FILE in checkpoint.side_files:
         return read_text(checkpoint, TEMPLATE_FILE)
     return (_read(checkpoint.path / TOKENIZER_CONFIG_FILE) or {}).get("chat_template")

@@ -84,7 +84,7 @@ def compose_command(
 def router_of_composition(
     base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, changes: bool
 ) -> Router | None:
-    """Return the router of a composition from command line options; None if no option is given."""
+    """Return the router of a composition from command line options, or None if no option is given."""
     from scale_surgery.checkpoint.names import MANIFEST_FILE
     from scale_surgery.checkpoint.sources import find_source
     from scale_surgery.modeling.expanded_routers import PosteriorRouter

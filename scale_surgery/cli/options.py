@@ -40,7 +40,7 @@ OLD_HELP = f"Text with what the base knows; can be repeated. {NO_OLD_TEXT}"
 
 
 def add_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
-    """Add options to a command; its help lists them in this order."""
+    """Add options to a command. Its help lists them in this order."""
     for option in reversed(options):
         command = option(command)
     return command
@@ -53,7 +53,7 @@ def options_from(
     helps: Mapping[str, str] | None = None,
     usual: Mapping[str, str] | None = None,
 ) -> Callable[[Command], Command]:
-    """Make options from a dataclass; types, choices, defaults and help are read from it."""
+    """Make options from a dataclass: its types, choices, defaults and help."""
     fields = fields_of(owner)
     # by field: the declaration of a flag with two names, such as `--private/--public`; and help and default, if the
     # command differs from the dataclass
@@ -94,7 +94,7 @@ def _equals(default: Any) -> str:
 
 
 def read_settings(given: Sequence[str]) -> dict[str, Any]:
-    """Parse KEY=VALUE of --set; values are YAML."""
+    """Parse KEY=VALUE of --set. Values are YAML."""
     import yaml
 
     from scale_surgery.checkpoint.plain_yaml import PlainLoader
@@ -177,7 +177,7 @@ def stop(out: Output, error: BaseException, *problems: Problem, debug: bool) -> 
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """Silence warnings of libraries, by Python's warnings or by loggers; errors are still shown."""
+    """Silence warnings of libraries, by Python's warnings or by loggers. Errors are still shown."""
     # torch's C++ code reads this on import
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     level = logging.root.manager.disable
@@ -192,7 +192,7 @@ def no_warnings() -> Iterator[None]:
 
 @contextmanager
 def own_warnings(warn: Callable[[str], None]) -> Iterator[None]:
-    """Print warnings of this package as the command's own; warnings of libraries are unchanged."""
+    """Print warnings of this package as the command's own. Warnings of libraries are unchanged."""
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
@@ -289,7 +289,7 @@ def take_fields(kind: Callable[..., Made], options: dict[str, Any], *names: str)
 
 
 def run_options(*names: str, code: str, helps: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
-    """Add options for running models; `code` is the help of --trust-remote-code."""
+    """Add options for running models. `code` is the help of --trust-remote-code."""
     help_texts = {**(helps or {}), "trust_remote_code": code}
     # the default of each operation
     usual = {"batch_size": str(WINDOWS)}

@@ -29,7 +29,7 @@ class OutputFolder(click.Path):
         super().__init__(path_type=Path, file_okay=False)
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        """Return the path; reject one with the suffix of a file."""
+        """Return the path, and reject one with the suffix of a file."""
         path = Path(os.fsdecode(super().convert(value, parameter, context)))
         if path.suffix.lower() in FILES:
             self.fail(f"{path} is the name of a file, expected that of a folder.", parameter, context)
@@ -37,14 +37,14 @@ class OutputFolder(click.Path):
 
 
 class OutputFile(click.Path):
-    """An output file; its suffix, such as .json, determines the format."""
+    """An output file. Its suffix, such as .json, determines the format."""
 
     def __init__(self, *suffixes: str) -> None:
         super().__init__(path_type=Path, dir_okay=False)
         self.suffixes = suffixes
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        """Return the path; reject other suffixes."""
+        """Return the path, and reject other suffixes."""
         path = Path(value)
         if path.suffix.lower() not in self.suffixes:
             choices = " or ".join(self.suffixes)
@@ -84,5 +84,5 @@ def as_result(result: Any) -> Writer:
 
 
 def pictures(draw: Writer) -> dict[str, Writer]:
-    """Return the writers of all picture formats; all use one function."""
+    """Return the writers of all picture formats. All use one function."""
     return dict.fromkeys(PICTURES, draw)

@@ -52,7 +52,7 @@ def paths_of_tokens(wanted: TokenSource) -> list[Path]:
 def make_request(
     options: dict[str, Any], wanted: TokenSource, model: str, revision: str | None, run: RunOptions, out: Output
 ) -> Request | None:
-    """Return a request from command line options; None if neither layers nor new tokens are given."""
+    """Return a request from command line options, or None if neither layers nor new tokens are given."""
     from scale_surgery.running.learned_tokens import ChosenTokens
     from scale_surgery.running.new_tokens import find_new_tokens
     from scale_surgery.show.tables import render_chosen_tokens

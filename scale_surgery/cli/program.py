@@ -73,7 +73,7 @@ def visible_usage() -> Iterator[None]:
 
 
 class Program(click.Group):
-    """A group of commands; usage errors contain no control characters."""
+    """A group of commands. Usage errors contain no control characters."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options before a command."""

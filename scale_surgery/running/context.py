@@ -12,7 +12,7 @@ DEFAULT_LENGTH = 1024
 
 
 def context_of(config: Any) -> int | None:
-    """Return the context length of a model; None if its config does not name it."""
+    """Return the context length of a model, or None if its config does not name it."""
     values = config if isinstance(config, Mapping) else config.get_text_config().to_dict()
     # GPT-2 uses another key
     context = values.get("max_position_embeddings") or values.get("n_positions")

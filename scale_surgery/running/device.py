@@ -37,7 +37,7 @@ def choose_device(name: str, *, only_trains: bool = False) -> str:
 
 
 def has_bfloat16(device: str) -> bool:
-    """Return True if a device multiplies in bfloat16; a CPU without such instructions takes several times as long.
+    """Return True if a device multiplies in bfloat16. A CPU without such instructions takes several times as long.
 
     All accelerators are assumed to support it.
     """

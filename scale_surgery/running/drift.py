@@ -35,7 +35,7 @@ class LogitDrift:
     Attributes:
         prompts: Number of prompts, in one left-padded batch.
         tokens: Tokens in them.
-        device: Device of both models; the last bits may differ between devices.
+        device: Device of both models. The last bits may differ between devices.
         dtype: Dtype of the logits.
         is_bit_equal: True if they are equal, bit for bit.
         drift: Largest absolute difference.
@@ -61,7 +61,7 @@ class Drift(LogitDrift):
 
     Attributes:
         tolerance: Largest drift that counts as rounding, as a share of the largest logit.
-        generation_agreement: Share of greedily generated tokens that are the same; None if none were generated.
+        generation_agreement: Share of greedily generated tokens that are the same, or None if none were generated.
     """
 
     tolerance: float
@@ -74,7 +74,7 @@ class Drift(LogitDrift):
 
     @property
     def holds(self) -> bool:
-        """True if rounding explains the drift; NaN is never explained."""
+        """True if rounding explains the drift. NaN is never explained."""
         return self.share <= self.tolerance
 
 
@@ -110,7 +110,7 @@ def _compare_real(first: Tensor, second: Tensor, prompts: int, device: str) -> L
 
 
 def _compare_tokens(first: Tensor, second: Tensor) -> Tensor:
-    """Return three rows with a number for each token: difference, divergence, agreement; (3, tokens), float64."""
+    """Return difference, divergence and agreement of each token (3, tokens) in float64."""
     import torch
 
     first, second = first.double(), second.double()

@@ -27,7 +27,7 @@ class ExpansionParameter(NamedTuple):
 
 
 def freeze_base(model: Any) -> Any:
-    """Make only the expansion of a loaded model trainable; `from_pretrained` and trainers may reset it.
+    """Make only the expansion of a loaded model trainable. `from_pretrained` and trainers may reset it.
 
     Args:
         model: An expanded model of any method, as `from_pretrained` gives it.
@@ -97,7 +97,7 @@ def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @contextmanager
 def expansion_disabled(model: Any) -> Iterator[None]:
-    """Disable the expansion inside a `with` block; duplicated layers return their input.
+    """Disable the expansion inside a `with` block. Duplicated layers return their input.
 
     Args:
         model: An expanded model of any method, as `from_pretrained` gives it. A KV cache belongs to
@@ -151,7 +151,7 @@ def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
     stock: Any = type(layer)
 
     class Casting(nn.Module):
-        """A wrapper through which functional_call reaches the stock forward; it is not part of the model."""
+        """A wrapper through which functional_call reaches the stock forward. It is not part of the model."""
 
         def __init__(self, layer: Any) -> None:
             super().__init__()

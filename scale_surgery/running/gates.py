@@ -34,7 +34,7 @@ def take_scores(model: Any) -> list[Tensor]:
 
 
 def shut_so_far(model: Any, mask: Tensor) -> Tensor | None:
-    """Return a mask of the tokens up to which all gates were closed (b, t); None without gates."""
+    """Return a mask of the tokens up to which all gates were closed (b, t), or None without gates."""
     import torch
 
     from scale_surgery.modeling.expanded_stock import opened

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class InMemory:
-    """A view of a loaded model as the checkpoint of its files; it holds no references to tensors.
+    """A view of a loaded model as the checkpoint of its files. It holds no references to tensors.
 
     Attributes:
         model: The model.
@@ -52,7 +52,7 @@ class InMemory:
     def tensors(
         self, get: Callable[[str], Tensor] | None = None, only: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in their stored form, by name on disk; joined tensors are split one at a time."""
+        """Yield the tensors in their stored form, by name on disk. Joined tensors are split one at a time."""
         get = get or self.model.state_dict().__getitem__
         chosen = self.places if only is None else {name: self.places[name] for name in only if name in self.places}
         for name, place in chosen.items():

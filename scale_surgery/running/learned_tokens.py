@@ -70,8 +70,8 @@ class ChosenTokens:
     """The tokens that shorten a text most, and their savings.
 
     Attributes:
-        new_tokens: The tokens in order; a smaller count would give the first of them.
-        wanted: The requested number; there are fewer if no pair occurs twice any more.
+        new_tokens: The tokens in order. A smaller count would give the first of them.
+        wanted: The requested number. There are fewer if no pair occurs twice any more.
         characters: Characters of the text.
         bytes: Its bytes in UTF-8.
         tokens_before: Its tokens with the base's tokenizer.

@@ -154,7 +154,8 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
 def trusts_code(path: Path, run: RunOptions) -> bool:
     """Return True if the code in a folder is trusted.
 
-    Raises CheckpointError if it is trusted but names code in another repository.
+    Raises:
+        CheckpointError: If it is trusted but names code in another repository.
     """
     files = sorted(path.glob("*config.json")) if run.trust_remote_code else []
     if foreign := [code.within(file) for file in files if file.is_file() for code in code_elsewhere(read_json(file))]:
@@ -185,7 +186,7 @@ def auto_class_of(config: Mapping[str, Any]) -> Any:
 
 
 def _is_expanded(checkpoint: Checkpoint) -> bool:
-    """Return True if a model has expanded modules; a model with duplicated layers has stock modules."""
+    """Return True if a model has expanded modules. A model with duplicated layers has stock modules."""
     return CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
 
 
@@ -209,7 +210,7 @@ def _load_problems(model: Any, info: dict[str, Any]) -> list[Problem]:
 
 
 def is_strict(model: Any) -> bool:
-    """Return True if a model rejects files with other tensors; stock classes skip them with a warning."""
+    """Return True if a model rejects files with other tensors. Stock classes skip them with a warning."""
     return hasattr(model, "check_loaded")
 
 

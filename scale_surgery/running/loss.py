@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @open_record  # its JSON also has derived values
 @dataclass(frozen=True)
 class Measurement:
-    """A score of a model; measurements on parts of a text can be added.
+    """A score of a model. Measurements on parts of a text can be added.
 
     Attributes:
         nats: Sum of -log p over the scored tokens.
@@ -64,7 +64,7 @@ class Measurement:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Sum of -log2 p per byte of the texts, which does not depend on the tokenizer; None without a byte count."""
+        """Sum of -log2 p per byte of text, independent of the tokenizer, or None without a byte count."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
     @property
@@ -77,7 +77,7 @@ class Measurement:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of questions with the right first token, from 0 to 1; None if there are no questions."""
+        """Share of questions with the right first token, from 0 to 1, or None if there are no questions."""
         return self.answered / self.questions if self.questions else None
 
 
@@ -156,7 +156,7 @@ def _measure_batch(model: Any, tail: Tail | None, rows: Sequence[dict[str, Tenso
 
 
 def _measure_tokens(logits: Tensor, targets: Tensor, questions: Tensor) -> Measurement:
-    """Score target tokens by the logits that predict them (tokens, v); `questions` marks first tokens of answers."""
+    """Score target tokens by the logits that predict them (tokens, v). `questions` marks first tokens of answers."""
     from torch.nn import functional
 
     logits = logits.float()

@@ -40,7 +40,7 @@ class Match:
     """A matching of saved names with wanted names.
 
     Attributes:
-        pairs: Saved tensors with their wanted tensors; a tied tensor may be saved more than once.
+        pairs: Saved tensors with their wanted tensors. A tied tensor may be saved more than once.
         missing: Wanted tensors that were not saved.
         unexpected: Saved tensors that match no wanted tensor.
         joined: Saved tensors that contain wanted tensors as parts, by their names in memory.

@@ -51,14 +51,14 @@ def find_new_tokens(
     """Find the tokens that an expansion adds to a model.
 
     Args:
-        model: A folder or a Hub id; no weights are downloaded.
+        model: A folder or a Hub id. No weights are downloaded.
         wanted: Their source: a file or folder, or texts.
         revision: Branch, tag or commit of a Hub repository.
         run: Only `trust_remote_code` is used.
         track: Creates progress bars.
 
     Returns:
-        The tokens; if they were learned from texts, with their savings; None if no source is given.
+        The tokens, with their savings if they were learned from texts, or None if no source is given.
 
     Raises:
         CheckpointError: If the base's tokenizer cannot take tokens; see `read_new_tokens`, `choose_new_tokens`.
@@ -145,7 +145,7 @@ def _check_extended(base: BaseTokenizer, extended: Any, new: NewTokens) -> None:
 
 
 def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
-    """Read tokens from a file, one per line; blanks are part of them."""
+    """Read tokens from a file, one per line. Blanks are part of them."""
     _check_there(source)
     with open_text(source, no_progress) as (text, _):
         lines = text.read().removesuffix("\n").split("\n")
@@ -168,7 +168,7 @@ def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
 
 
 def _only_id(tokenizer: Any, text: str) -> int | None:
-    """Return the id of a text that is a single known token; None otherwise."""
+    """Return the id of a text that is a single known token, or None otherwise."""
     ids = ids_of(tokenizer, text)
     return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
 
@@ -213,7 +213,7 @@ def _check_same(source: Path, ours: Any, theirs: Any, base: BaseTokenizer, new: 
 
 
 def _parts(content: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
-    """Return all settings that determine tokenization, without ids; only named added tokens are included."""
+    """Return all settings that determine tokenization, without ids. Only named added tokens are included."""
     model = {f"model.{name}": value for name, value in content["model"].items() if name not in ("vocab", "merges")}
     around = {
         name: value

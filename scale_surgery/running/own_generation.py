@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def generate_with(
     model: Any, inputs: Mapping[str, Tensor], *, on_token: Callable[[Tensor], None] | None = None, **settings: Any
 ) -> Any:
-    """Generate with these settings only; other settings have transformers' defaults.
+    """Generate with these settings only. Other settings have transformers' defaults.
 
     `on_token` is called with the token ids of all rows after each new token.
     """

@@ -115,7 +115,7 @@ def find_tail(model: Any, ids: Tensor) -> Tail | None:
 
 
 def _tail_of(model: Any) -> Tail | None:
-    """Return the rest after the largest module with the embedding and without the head; None if there is none."""
+    """Return the rest after the largest module with the embedding and without the head, or None if there is none."""
     modules = dict(model.named_modules())
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     paths = [name.split(".") for wanted in (embedding, head) for name, module in modules.items() if module is wanted]
@@ -188,8 +188,8 @@ def in_pieces(
         model: The model itself, without wrappers.
         tail: The rest of the model after its decoder.
         inputs: The inputs of the forward.
-        wanted: Mask of the tokens with needed logits (b, t); None for all. A router reads all tokens.
-        finish: Takes the pieces; it is called inside the forward.
+        wanted: Mask of the tokens with needed logits (b, t), or None for all. A router reads all tokens.
+        finish: Takes the pieces. It is called inside the forward.
     """
     choice = getattr(model, "choice", None)
     reader = None if choice is None or choice.router is None else Reader(model, inputs)
@@ -251,7 +251,7 @@ class Reader:
         return str(self.model.with_new_tokens if self.model.with_new_tokens in names else names[0])
 
     def answer(self, features: Any) -> Tensor:
-        """Return the routed logits of a piece; outside of pieces, the hidden states, which are not used."""
+        """Return the routed logits of a piece. Outside of pieces, return the hidden states, which are not used."""
         from scale_surgery.modeling.expanded_routing import route
 
         if self.call is None:

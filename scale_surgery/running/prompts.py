@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """The probe prompts as token ids; random ids replace them if no tokenizer loads."""
+    """The probe prompts as token ids. Random ids replace them if no tokenizer loads."""
 
     prompts: tuple[str, ...]
     tokenizer: Any | None
@@ -69,7 +69,7 @@ def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompt
 
 
 def read_prompts(file: Path | None) -> tuple[str, ...]:
-    """Read the prompts of a text file, one per line; without a file, return the built-in prompts."""
+    """Read the prompts of a text file, one per line. Without a file, return the built-in prompts."""
     if file is None:
         return PROMPTS
     try:
@@ -85,7 +85,7 @@ def read_prompts(file: Path | None) -> tuple[str, ...]:
 
 
 def _make_batch(tokenizer: Any | None, prompts: Sequence[str], config: Any, new_tokens: int) -> Batch:
-    """Encode prompts as one left-padded batch; without a tokenizer, as seeded random ids."""
+    """Encode prompts as one left-padded batch. Without a tokenizer, the ids are random, with a fixed seed."""
     context = context_of(config) or 2 * MAX_PROMPT_TOKENS + new_tokens
     limit = min(MAX_PROMPT_TOKENS, context // 2, context - new_tokens)
     if limit < 1:

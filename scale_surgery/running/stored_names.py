@@ -21,7 +21,7 @@ class TensorPlace:
 
     Attributes:
         name: Name in memory of the tensor that it becomes, fully or in part; the first if there are several.
-        part: Pattern of its part in a joined tensor; None if it is a whole tensor.
+        part: Pattern of its part in a joined tensor, or None if it is a whole tensor.
         renamed: Its name after modules are renamed, before tensors are joined.
     """
 

@@ -71,7 +71,7 @@ _kept: dict[tuple[type, str], Any] = {}
 
 
 def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
-    """Load a folder's tokenizer with AutoTokenizer, as a user would; None if it is missing or needs its own code.
+    """Load a folder's tokenizer with AutoTokenizer, as a user would, or None if it is missing or needs its own code.
 
     A tokenizer of the same class and files is loaded once. Its copies share the vocabulary, which is never changed.
     """
@@ -90,7 +90,7 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
 
 
 def identify_tokenizer(path: Path, run: RunOptions = RunOptions()) -> tuple[type, str] | None:
-    """Identify a folder's tokenizer by its class and a hash of its files; None if only loading tells its class."""
+    """Identify a folder's tokenizer by its class and a hash of its files, or None if only loading tells its class."""
     modeling.register()
     chosen = None if trusts_code(path, run) else _find_class(path)
     return None if chosen is None else (chosen, _hash_files(path))
@@ -113,7 +113,7 @@ def _load(path: Path, *, is_trusted: bool) -> Any | None:
 
 
 def _copy_for(path: Path, tokenizer: Any) -> Any:
-    """Copy a tokenizer that was loaded from this folder; the copies share the vocabulary."""
+    """Copy a tokenizer under the path of a folder. The copies share the vocabulary."""
     made = copy.copy(tokenizer)
     for name, value in vars(tokenizer).items():
         if isinstance(value, dict | list):
@@ -123,7 +123,7 @@ def _copy_for(path: Path, tokenizer: Any) -> Any:
 
 
 def _find_class(path: Path) -> type | None:
-    """Find the class that AutoTokenizer chooses, from a copy without vocabulary; None if only loading tells."""
+    """Find the class that AutoTokenizer chooses, from a copy without vocabulary, or None if only loading tells."""
     text = read_bytes(path / TOKENIZER_FILE) if (path / TOKENIZER_FILE).is_file() else b""
     if (begin := MODEL_BEGIN.search(text)) is None or (kind := begin[1].decode()) not in SMALLEST:
         return None
@@ -187,7 +187,8 @@ def digest_tokenizer(tokenizer: Any, path: Path) -> str:
 def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:
     """Write the base's tokenizer class into the expanded folder if transformers would choose another.
 
-    Returns the name of the class, or None if nothing was written.
+    Returns:
+        The name of the class, or None if nothing was written.
     """
     wanted = type(load_tokenizer(base, run))
     chosen = None if trusts_code(expanded, run) else _find_class(expanded)

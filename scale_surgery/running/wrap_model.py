@@ -51,7 +51,7 @@ def is_expanded(model: Any) -> bool:
 
 
 def quantiser_of(model: Any) -> str | None:
-    """Return the name of a loaded model's quantiser, as in transformers; None if it is not quantised."""
+    """Return the name of a loaded model's quantiser, as in transformers, or None if it is not quantised."""
     config = getattr(model.config, QUANTISATION_KEY, None)
     if config is None:
         return None
@@ -73,7 +73,7 @@ def quantised_modules(model: Any) -> dict[str, Any]:
 
 
 def quantised_shape(module: Any) -> tuple[int, int]:
-    """Return the shape of a weight before quantisation; packed 4-bit weights have another."""
+    """Return the shape of a weight before quantisation. Packed 4-bit weights have another."""
     from transformers.pytorch_utils import Conv1D
 
     shape = module.out_features, module.in_features
@@ -185,7 +185,7 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _on_same_weights(model: Any, quantised: Mapping[str, Any]) -> Any:
-    """Copy a model with frozen views of its parameters; quantised modules share weight and state."""
+    """Copy a model with frozen views of its parameters. Quantised modules share weight and state."""
     from torch import nn
 
     views = {id(tensor): nn.Parameter(tensor.detach(), requires_grad=False) for tensor in model.parameters()}
@@ -194,7 +194,7 @@ def _on_same_weights(model: Any, quantised: Mapping[str, Any]) -> Any:
 
 
 def _quantisation_state(module: Any) -> list[Any]:
-    """Return the attributes of a quantised module that describe its weight; some change during a run."""
+    """Return the attributes of a quantised module that describe its weight. Some change during a run."""
     from torch import nn
 
     return [value for key, value in vars(module).items() if key not in {*vars(nn.Module()), *HOOKED}]

@@ -136,7 +136,7 @@ def _of_name(name: str, models: Sequence[str]) -> str:
 
 
 def after_report(report: Report, path: Path, name: str | None) -> str:
-    """Return the next command after `report`; `name` is the expansion that the user named."""
+    """Return the next command after `report`. `name` is the expansion that the user named."""
     # the report covers one expansion only; the other expansions and the router are in the config
     specs = read_json(path / CONFIG_FILE).get(CONFIG_KEY, {})
     if not any(tensor.is_trained for tensor in report.tensors):

@@ -1,4 +1,4 @@
-"""Print results for people and for machines; no other module prints."""
+"""Print results for people and for machines. No other module prints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scale_surgery.show.visible import visible_line, visible_text
 
 
 class VisibleConsole(Console):
-    """A console that shows control characters as signs; only rich itself moves the cursor."""
+    """A console that shows control characters as signs. Only rich itself moves the cursor."""
 
     def __init__(self, *, warns: bool = True, **options: Any) -> None:
         super().__init__(**options)
@@ -95,7 +95,7 @@ class Output:
             self.results.print(message, soft_wrap=as_it_is, crop=False)
 
     def stream(self, part: Text) -> None:
-        """Print a piece of text without ending the line; the terminal wraps it."""
+        """Print a piece of text without ending the line. The terminal wraps it."""
         if self.is_first and not self.as_json:
             self.results.print(part, end="", soft_wrap=True)
 
@@ -114,7 +114,7 @@ class Output:
             yield lambda rendered: live.update(rendered, refresh=True)
 
     def ask(self, prompt: str) -> str:
-        """Read a line; a prompt is shown if the user types it."""
+        """Read a line. A prompt is shown if the user types it."""
         if isinstance(sys.stdin, TextIOWrapper) and sys.stdin.errors != "replace":
             sys.stdin.reconfigure(errors="replace")  # input may not be valid UTF-8
         if self.as_json or not (sys.stdin.isatty() and self.results.is_terminal):
@@ -144,17 +144,17 @@ class Output:
             self._write_line(f"warning: {message}")
 
     def begin(self, stage: str, what: str) -> None:
-        """Log the start of a stage of a long job; a terminal shows bars instead."""
+        """Log the start of a stage of a long job. A terminal shows bars instead."""
         if not (self.quiet or self.draws):
             self.log.line(stage, what)
 
     def _write_line(self, line: str) -> None:
-        """Write a line to a log at once; a full or closed log does not end the job."""
+        """Write a line to a log at once. A full or closed log does not end the job."""
         with suppress(OSError):
             print(visible_line(line), file=sys.stderr, flush=True)
 
     def fail(self, *lines: str, trace: str = "") -> None:
-        """Print an error on stderr, with its traceback if given; -q does not silence it."""
+        """Print an error on stderr, with its traceback if given. -q does not silence it."""
         if trace:
             self.messages.print(trace, end="")
         self.messages.print(Text("error: ", style="bold red") + Text("\n").join(map(sentence, lines)))

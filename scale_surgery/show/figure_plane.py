@@ -71,7 +71,7 @@ def plot_plane(evaluation: Evaluation, file: Path) -> None:
 
 
 def plane_figure(evaluation: Evaluation) -> Figure:
-    """Return the figure of `plot_plane`; models with a non-finite loss are omitted."""
+    """Return the figure of `plot_plane`. Models with a non-finite loss are omitted."""
     from matplotlib.figure import Figure
 
     points = _points(evaluation)

@@ -20,12 +20,12 @@ NEXT = "next"
 
 
 def sentence(text: str, style: str = "") -> Text:
-    """Return one line of text; line breaks and control characters become signs."""
+    """Return one line of text. Line breaks and control characters become signs."""
     return Text(visible_line(text), style=style)
 
 
 class Warned(Text):
-    """A line with a warning in a result; -q omits it."""
+    """A line with a warning in a result. -q omits it."""
 
     def __init__(self, text: str) -> None:
         super().__init__(visible_line(f"warning: {text}"), style="yellow")
@@ -55,14 +55,14 @@ class Facts:
 
 
 class PlainTable(Table):
-    """A table without lines; its heading may be wider than its columns."""
+    """A table without lines. Its heading may be wider than its columns."""
 
     def __init__(self, title: str | None = None, **options: Any) -> None:
         super().__init__(header_style="dim", box=None, pad_edge=False, **options)
         self.above = title
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row; each cell is one paragraph."""
+        """Add a row. Each cell is one paragraph."""
         super().add_row(*(sentence(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

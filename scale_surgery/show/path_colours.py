@@ -46,13 +46,13 @@ class Colouring:
             yield self.others, f"others ({', '.join(shared)})"
 
     def place_of(self, weights: Sequence[float] | None) -> int | None:
-        """Return the place of the path of a token; None if no path has half of the weight."""
+        """Return the place of the path of a token, or None if no path has half of the weight."""
         path = leading(weights)
         return None if path is None else self.places[path]
 
 
 def leading(weights: Sequence[float] | None) -> int | None:
-    """Return the path with at least half of the weight; None if there is none, or if weights are unknown."""
+    """Return the path with at least half of the weight, or None if there is none, or if weights are unknown."""
     if weights is None:
         return None
     path = max(range(len(weights)), key=weights.__getitem__)

@@ -194,7 +194,7 @@ def render_chosen_tokens(chosen: ChosenTokens) -> RenderableType:
 
 
 def _token_text(saving: SavingToken) -> str:
-    """Return a token with visible blanks; a part of a character is written as bytes."""
+    """Return a token with visible blanks. A part of a character is written as bytes."""
     return visible("" if "\ufffd" in saving.text else saving.text.replace(" ", "·"), saving.token)
 
 

@@ -29,7 +29,7 @@ RANK_COLUMNS = ("rank", "of change", "full")
 
 
 def render_report(report: Report, *, details: bool = False) -> RenderableType:
-    """Render a report: the facts, each block over all layers, and each layer; with `details` each tensor."""
+    """Render a report: the facts, each block over all layers, each layer, and with `details` each tensor."""
     parts: list[RenderableType] = [_facts(report), Text(), _blocks(report), Text(), _layers(report)]
     parts += [Text(), _tensors(report)] if details else []
     parts += [sentence(f"note: {note}", "yellow") for note in report.notes]
@@ -129,7 +129,7 @@ def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
 
 
 def _blocks(report: Report) -> RenderableType:
-    """Render each block and role over all layers; effective ranks are means over layers."""
+    """Render each block and role over all layers. Effective ranks are means over layers."""
     table = _table(("block", "role"), (*NORM_COLUMNS, *RANK_COLUMNS))
     for (block, role), tensors in _by_block(report.tensors).items():
         norms = add_norms(tensor.norms for tensor in tensors)

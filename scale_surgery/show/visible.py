@@ -16,7 +16,7 @@ JOINERS = "\u200c\u200d"
 
 
 def visible_text(text: str) -> str:
-    """Replace control characters, marks of direction and lone surrogates by signs; line breaks remain."""
+    """Replace control characters, marks of direction and lone surrogates by signs. Line breaks remain."""
     if text.isprintable():
         return text
     return "".join(character if character == "\n" else _visible_character(character) for character in text)
@@ -28,7 +28,7 @@ def visible_line(text: str) -> str:
 
 
 def visible(text: str, piece: str) -> str:
-    """Return the text of a token with visible blanks; for a token without text its spelling in the vocabulary."""
+    """Return the text of a token with visible blanks, or its spelling in the vocabulary if it has no text."""
     if not text:
         return f"⟨{_bytes_of(piece) or piece or '?'}⟩"
     if text.isspace():
@@ -47,7 +47,7 @@ def _visible_character(character: str) -> str:
 
 
 def _bytes_of(piece: str) -> str | None:
-    """Spell the bytes of a piece in hexadecimal; None if the piece does not represent bytes."""
+    """Spell the bytes of a piece in hexadecimal, or None if the piece does not represent bytes."""
     if byte := BYTE_PIECE.fullmatch(piece):
         return byte[1]
     from transformers.convert_slow_tokenizer import bytes_to_unicode
