@@ -157,7 +157,7 @@ def _count_words(
     """Count the words of texts, and return the counts and the sizes of the texts."""
     from tokenizers import Tokenizer
 
-    # imported here because it imports torch
+    # imported here, because the module imports torch
     from scale_surgery.text.tokenizing import in_groups
 
     tokenizer = Tokenizer.from_str(json.dumps(backend))

@@ -1,7 +1,7 @@
 """Generation for measurements: with our own settings instead of a model's generation_config.json.
 
 That file is for answers to users: it may request sampling, beam search, stop strings, several sequences or an output
-object. `generate`, `chat` and `serve` follow it. Comparisons of models need greedy tokens from each model.
+object. `generate`, `chat` and `serve` follow it. Comparisons of models need the same settings for each model.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def find_tail(model: Any, ids: Tensor) -> Tail | None:
         ids: Token ids that it can read (t,).
 
     Returns:
-        None if the decoder is not a module next to the head, or if custom code does something else after it.
+        The rest of the model, or None if the decoder is not a module next to the head, or if custom code does something
+        else after it.
     """
     import torch
 

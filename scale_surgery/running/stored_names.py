@@ -4,7 +4,7 @@
                  model.layers.3.mlp.experts.0.w1.weight                   tensors are joined
     in memory    model.layers.3.mlp.experts.gate_up_proj
 
-transformers' conversions define this. It can also read files with other names than it would write.
+The conversions of transformers define this. transformers also reads files with other names than it would write.
 """
 
 from __future__ import annotations
