@@ -6,9 +6,9 @@
     verify("expanded").passed
     strip("expanded", "base-again")
 
-Importing this package imports neither torch nor transformers. Its names are imported when one is asked for: a command
-needs few of their modules, and starts in two thirds of the time. After `scale_surgery.register()` expanded models
-load by transformers' auto classes without remote code.
+Importing this package imports neither torch nor transformers. Its names are imported on first use, which cuts the start
+time of a command by a third. After `scale_surgery.register()`, transformers' auto classes load expanded models without
+remote code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import a room of this package, or the public names with the first that is asked for."""
+        """Import a subpackage or module, or all public names on the first use of one."""
         if find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         api = import_module(f"{__name__}.api")

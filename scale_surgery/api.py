@@ -1,4 +1,4 @@
-"""What Python users import from the package itself, which imports this when it is asked for a name."""
+"""Public names of the package, which imports this module on the first use of a name."""
 
 from importlib.metadata import version
 

@@ -1,8 +1,8 @@
 """Synthetic biographies: people who do not exist, texts about them, and questions to ask.
 
-The people follow the biography benchmark of knowledge-memorisation studies: a name and six
-attributes, told in sentences whose wording and order vary, and asked about one by one.  The
-module needs only the standard library; `first_token_accuracy` imports what measures when called.
+The people follow the biography benchmark of knowledge-memorisation studies. Each has a name and six attributes.
+Sentences of varying wording and order state the attributes, and a question asks for each. The module needs only the
+standard library. Exception: `first_token_accuracy` imports torch and transformers when it is called.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAJORS = (
     "Philosophy", "Physics", "Sociology", "Theology",
 )  # fmt: skip
 
-# Invented.  The first word tells each apart, so that the first token of an answer does too.
+# Invented. Each first word is unique, so the first token of an answer is enough to identify it.
 UNIVERSITIES = (
     "Aldermoor University", "Brackwell College", "Corvane University", "Dunmere Institute",
     "Eastvale University", "Farrowby College", "Glenholt University", "Hexworth Institute",
@@ -63,7 +63,7 @@ UNIVERSITIES = (
     "Underhill University", "Varlow College", "Westmarch University", "Yarrowfield Institute",
 )  # fmt: skip
 
-# Invented.  As in the benchmark, an employer has one seat, so the company fixes its city.
+# Invented. As in the benchmark, an employer has one seat, so the company determines its city.
 COMPANY_CITIES = {
     "Axilvo Group": "Austin", "Bryntek Systems": "Boston", "Cindrel Foods": "Chicago",
     "Dovanta Group": "Denver", "Elvaro Systems": "Detroit", "Fendrix Foods": "Fresno",
@@ -125,7 +125,7 @@ CAPACITY = len(FIRST_NAMES) * len(LAST_NAMES)
 
 @dataclass(frozen=True)
 class Person:
-    """One invented person: a name and six attributes."""
+    """An invented person: a name and six attributes."""
 
     name: str
     birthday: str
@@ -138,7 +138,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Question:
-    """One question about one person; the answer follows the prompt after a space."""
+    """A question about one person. The answer follows the prompt after a space."""
 
     prompt: str
     answer: str
@@ -146,23 +146,26 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The prompt with its answer, as a model is trained on it."""
+        """The prompt with its answer, as a training text."""
         return f"{self.prompt} {self.answer}"
 
 
 def people(count: int, *, start: int = 0, seed: int = 0) -> tuple[Person, ...]:
-    """The people with indices `start` to `start + count - 1`; ranges that do not overlap give disjoint people."""
+    """Return the people with indices `start` to `start + count - 1`.
+
+    People of different indices differ.
+    """
     if count < 0 or start < 0:
         raise ValueError(f"count and start must not be negative, got {count} and {start}")
     if start + count > CAPACITY:
         raise ValueError(f"there are names for {CAPACITY} people, but start + count is {start + count}")
-    # a person depends on seed and index alone; no two indices of a seed share a name, but names recur in other seeds
+    # a person depends on seed and index alone; names are unique within a seed, but recur in other seeds
     return tuple(_person(index, seed) for index in range(start, start + count))
 
 
 def biography(person: Person, style: int = 0) -> str:
-    """Tell the six attributes of a person in six sentences, one paragraph; `style` chooses wording and order."""
-    # the same for every person
+    """Write the six attributes of a person as one paragraph. `style` selects wording and order."""
+    # seeded by the style alone: the same for every person
     choice = random.Random(f"style {style}")
     sentences = [choice.choice(wordings) for wordings in SENTENCES.values()]
     choice.shuffle(sentences)
@@ -170,7 +173,7 @@ def biography(person: Person, style: int = 0) -> str:
 
 
 def questions(person: Person) -> tuple[Question, ...]:
-    """Ask for each attribute of a person, in the order of `ATTRIBUTES`."""
+    """Return a question for each attribute of a person, in the order of `ATTRIBUTES`."""
     return tuple(
         Question(
             prompt=f"Q: What is the {attribute.replace('_', ' ')} of {person.name}?\nA:",
@@ -188,14 +191,14 @@ def first_token_accuracy(
     *,
     batch_size: int = 512,
 ) -> float:
-    """Score a causal model on the first token of each answer, the hard accuracy: a share from 0 to 1."""
+    """Measure the accuracy of a causal model on the first token of each answer: a share from 0 to 1."""
     if not questions:
         raise ValueError("there are no questions to score")
     from scale_surgery.running.loss import measure
     from scale_surgery.text.documents import Document
     from scale_surgery.text.tokenizing import tokenize
 
-    # an answer counts when its first token, with the leading space, has the largest logit after the prompt
+    # an answer is right if its first token, with the leading space, has the largest logit after the prompt
     documents = [Document(question.prompt, f" {question.answer}", question.attribute) for question in questions]
     return measure(model, tokenize(documents, tokenizer), batch_size).answered / len(questions)
 

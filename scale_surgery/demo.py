@@ -1,4 +1,4 @@
-"""The whole job on the shipped model, in one command and then step by step, with the commands to type.
+"""The whole job on the shipped model: in one command, then step by step, with the commands to type.
 
 learn; inspect -> plan -> expand -> verify -> reload in a fresh process -> train -> evaluate -> verify -> strip
 """
@@ -44,10 +44,10 @@ NEW_PEOPLE, OLD_PEOPLE = 20, 100
 STYLES, UNSEEN = 4, 100_000
 STEPS, SEQUENCE_LENGTH = 120, 128
 LEARNING_RATES = {"preserve": 1e-2, "learn": 3e-3, "full": 1e-3}
-# folders that must hold every tensor of the shipped model, and the one that is trained the usual way
+# folders that must keep every tensor of the shipped model, and the fully fine-tuned one
 KEEPING, OVERWRITTEN = (SHIPPED_MODEL.name, "trained", "job/routed"), "fine-tuned"
 
-# what a stranger does who has never heard of scale-surgery: a fresh process, transformers only
+# a fresh process with transformers only, as for a user who does not have scale-surgery
 RELOAD = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
@@ -72,7 +72,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Reloaded:
-    """What a fresh process found that loaded the expanded model with remote code and without this package."""
+    """A result of the fresh process that loads the expanded model with remote code and without this package."""
 
     model_class: str
     logits_bit_equal: bool
@@ -86,9 +86,10 @@ class Reloaded:
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo showed; `passed` means that every step did what it promises.
+    """A result of the demo. `passed` is True if every step kept its promise.
 
-    `base_tensors_kept` says, by folder, how many of the `base_tensors` of the shipped model it holds byte for byte.
+    `base_tensors_kept` counts, by folder, the tensors that are byte for byte those of the shipped model. `base_tensors`
+    is the number of tensors of the shipped model.
     """
 
     folder: Path
@@ -104,16 +105,16 @@ class Demo:
 
 
 def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
-    """Run the whole job on the shipped model and leave the folders for a look."""
+    """Run the whole job on the shipped model and leave the folders for inspection."""
     import torch
 
     from scale_surgery.show import tables, tables_demo
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.show.tables_verify import render_verification
 
-    # small matrices gain nothing from threads, and on a busy machine threads wait for each other
+    # small matrices gain nothing from threads, and on a busy machine the threads wait for each other
     torch.set_num_threads(1)
-    # a folder that an earlier demo made is replaced
+    # a folder of an earlier demo is replaced
     _prepare(folder)
     tell = Teller(out)
     base, expanded, trained, stripped = (folder / name for name in ("biographies", "expanded", "trained", "stripped"))
@@ -154,12 +155,12 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
 
 
 def count_kept_tensors(folder: Path) -> dict[str, int]:
-    """Count, in each model that the demo compares, the tensors of the shipped model that are there byte for byte."""
+    """Count the tensors in each compared model that are byte for byte those of the shipped model."""
     return {name: _count_equal(SHIPPED_MODEL, folder / name) for name in (*KEEPING, OVERWRITTEN)}
 
 
 def has_every_base(tensors: int, kept: Mapping[str, int]) -> bool:
-    """Whether every model that keeps its base holds all tensors of it."""
+    """Return True if every model that must keep its base has all of the base's tensors."""
     return all(kept[name] == tensors for name in KEEPING)
 
 
@@ -175,13 +176,13 @@ def _is_alike(first: TensorInfo, second: TensorInfo | None) -> bool:
 
 
 class Teller:
-    """Says what comes next, with the command to type."""
+    """A printer of step headings, each with the command to type."""
 
     def __init__(self, out: Output) -> None:
         self.out, self.number = out, 0
 
     def __call__(self, title: str, line: str) -> None:
-        """Say the next step, and what to type."""
+        """Print the heading of the next step, and its command."""
         from scale_surgery.show import tables_demo
 
         self.number += 1
@@ -189,7 +190,7 @@ class Teller:
 
 
 def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
-    """Train on new people in two ways, and ask for old and new people; in a third way `learn` has done it."""
+    """Train on new people by two methods, and ask for old and new people. `learn` was the third method."""
     from scale_surgery.show import tables
 
     base, data = folder / "biographies", folder / "new_people.jsonl"
@@ -212,13 +213,13 @@ def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
 
 
 def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
-    """Do the whole job by the command `learn`."""
+    """Run the whole job with the command `learn`."""
     from scale_surgery.show.tables_learn import render_learned
 
     _write_people(folder)
     base, rate = folder / "biographies", LEARNING_RATES["learn"]
     data, old = folder / "new_people.jsonl", folder / "other_questions.jsonl"
-    # a preset has small batches for a short text, and as many steps are to read as much as in the ways beside this one
+    # the preset has smaller batches, so it gets more steps to read as many tokens as the other methods
     rows = TrainingSettings.batch_size
     options = ("--layers", LAYERS, "--steps", steps, "--batch-size", rows, "--sequence-length", SEQUENCE_LENGTH)
     texts = ("--data", data, "--old", old)
@@ -244,9 +245,9 @@ def _write_people(folder: Path) -> None:
         "new_people.jsonl": _ask(new) + texts,
         "new_questions.jsonl": _ask(new),
         "old_questions.jsonl": _ask(people(OLD_PEOPLE)),
-        # to set a router by
+        # for the calibration of a router
         "other_questions.jsonl": _ask(people(OLD_PEOPLE, start=OLD_PEOPLE)),
-        # in styles that no training has seen, for a look at running text
+        # in styles outside the training data, for running text
         "new_texts.jsonl": [{"text": biography(person, UNSEEN + index)} for index, person in enumerate(new)],
         "old_texts.jsonl": [
             {"text": biography(person, UNSEEN + index)} for index, person in enumerate(people(OLD_PEOPLE))
@@ -280,7 +281,7 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
         )
         arguments.save_strategy = "no"
         trainer = Trainer(model=model, args=arguments, train_dataset=sequences, data_collator=collate)
-        # it prints what it logs as Python writes it
+        # it prints its log as Python dicts
         trainer.remove_callback(PrinterCallback)
         with out.track("fine-tuning", arguments.max_steps) as advance:
             trainer.add_callback(Advance(advance))
@@ -305,7 +306,7 @@ def _is_identical(first: Path, second: Path) -> bool:
 def _reload(base: Path, expanded: Path) -> Reloaded:
     question = questions(people(1)[0])[1]
     arguments = [str(base.resolve()), str(expanded.resolve()), question.prompt]
-    # -P keeps the current folder off the path, so a checkout of this package is not picked up by accident
+    # -P keeps the current folder off the path; otherwise a checkout of this package could be imported
     run = subprocess.run(
         [sys.executable, "-P", "-c", RELOAD, *arguments], capture_output=True, text=True, cwd=base.resolve()
     )

@@ -1,18 +1,18 @@
-"""Every error that a user can meet, as one tree, and the problems that it holds.
+"""Errors that a user can meet, as one tree, and the problems that they hold.
 
     SurgeryError                     base class; the command line catches it once
     ├── PlanError                    the request cannot be met (layers, widths, variant)
     │   └── UnsupportedFamilyError   the model's architecture cannot be expanded
     ├── CheckpointError              files missing, unreadable, inconsistent, or the target exists
     ├── DataError                    texts to train on or to measure with: empty, wrong fields, too long
-    ├── TrainingError                training cannot begin, cannot be resumed, or had to stop
-    ├── HubError                     the Hub cannot be reached, or refuses
-    └── ServingError                 a server cannot begin: packages missing, address taken
+    ├── TrainingError                training cannot start, cannot be resumed, or had to stop
+    ├── HubError                     the Hub cannot be reached, or rejects a push
+    └── ServingError                 a server cannot start: packages missing, address taken
 
-A broken promise is no error: it is the result of `verify`.
+A broken promise is not an error. `verify` reports it as its result.
 
-An error holds problems. A problem names the thing, what was found, what was expected and what to do. It is raised as
-a code with values; its words are in `problems.toml`, and `render` makes lines of them:
+An error holds problems. A problem names a file or an option, the finding, the expected value and the fix. The code
+raises it as an identifier with values. `problems.toml` holds the words, and `render` turns them into lines:
 
     raise CheckpointError(Problem("tensor-past-end", file, name=name, end=end, size=size))
 """
@@ -36,13 +36,13 @@ LISTING = Path(__file__).with_name("problems.toml")
 
 @dataclass(frozen=True, init=False)
 class Problem:
-    """One thing that is wrong.
+    """A problem: a code, the place, and the values of its sentence.
 
     Attributes:
-        code: Its name in `problems.toml`; short and stable, for tests and scripts.
+        code: Its name in `problems.toml`. It is short and stable, for tests and scripts.
         where: The file, folder, tensor, key or option.
         details: The problems that it consists of, or that caused it.
-        values: What its sentence says: names, numbers, and the words of other programs.
+        values: Values of its sentence: names, numbers, and messages of other programs.
     """
 
     code: str
@@ -51,46 +51,50 @@ class Problem:
     values: Mapping[str, Any] = field(hash=False)
 
     def __init__(self, code: str, where: object = "", *details: Problem, **values: Any) -> None:
-        # the text of an exception: its frames would keep tensors in memory
+        # keep only the text of an exception: its frames would keep tensors in memory
         plain = {key: f"{value}" if isinstance(value, Exception) else value for key, value in values.items()}
         for name, value in {"code": code, "where": f"{where}", "details": details, "values": plain}.items():
             object.__setattr__(self, name, value)
 
     def within(self, place: object) -> Problem:
-        """The same problem, with the file or the object in which its place lies before it."""
+        """Return the same problem with a file or object in front of its place."""
         inside = f"{place}: {self.where}" if self.where else place
         return Problem(self.code, inside, *self.details, **self.values)
 
     @property
     def found(self) -> str:
-        """What was found."""
+        """The finding."""
         return self._words("found").removeprefix(f"{self.where} " if self._is_joined else "")
 
     @property
     def expected(self) -> str:
-        """What was expected, if the sentence says it."""
+        """The expected value; empty if the sentence has none."""
         return self._words("expected")
 
     @property
     def fix(self) -> str:
-        """What to do, as a sentence of its own."""
+        """The fix, as a separate sentence; empty if there is none."""
         return self._words("fix")
 
     @property
     def phrase(self) -> str:
-        """The sentence without what to do and without a full stop."""
+        """The sentence without the fix and without a full stop."""
+        if not self.code:
+            return str(self.values["text"]).removesuffix(".")
         place = f"{self.where} " if self._is_joined else f"{self.where}: " if self.where else ""
         return f"{place}{self.found}" + (f", expected {self.expected}" if self.expected else "")
 
     @property
     def lines(self) -> list[str]:
-        """The sentence, and those of its details below it if it does not name them itself."""
+        """The sentence, and the sentences of its details if it does not include them itself."""
+        if not self.code:
+            return [self.values["text"]]
         is_inside = "{details}" in "".join(_listing()[self.code].values())
         return [f"{self.phrase}.", *([] if is_inside else render(self.details))]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, the words included."""
-        words = {"found": self.found, "expected": self.expected, "fix": self.fix}
+        """Return the problem as plain JSON values, with its words."""
+        words = {"found": self.found if self.code else self.phrase, "expected": self.expected, "fix": self.fix}
         return {"code": self.code, "where": self.where, **words, "details": [part.to_json() for part in self.details]}
 
     def __str__(self) -> str:
@@ -98,8 +102,8 @@ class Problem:
 
     @property
     def _is_joined(self) -> bool:
-        """Whether the sentence goes on after the place: "--budget is 3x", not "config.json: is incomplete"."""
-        return _listing()[self.code]["found"].startswith("{where} ")
+        """True if the sentence continues after the place: "--budget is 3x", not "config.json: is incomplete"."""
+        return bool(self.code) and _listing()[self.code]["found"].startswith("{where} ")
 
     def _words(self, part: str) -> str:
         template = _listing()[self.code].get(part, "")
@@ -108,7 +112,11 @@ class Problem:
 
 
 def render(problems: Iterable[Problem]) -> list[str]:
-    """The lines to show: a line each, those of one code shortened, and what helps against several said once."""
+    """Return the problems as lines for the user.
+
+    Of problems with one code, only the first dozen are listed. A fix that several problems share comes once, at their
+    end.
+    """
     lines: list[str] = []
     for fix, alike in groupby(problems, key=lambda problem: problem.fix):
         run: list[str] = []
@@ -121,7 +129,7 @@ def render(problems: Iterable[Problem]) -> list[str]:
 
 
 class _Words(string.Formatter):
-    """Fill in a sentence: `{count:tensor}` counts, `{names}` lists all, `{names:5}` the first, `{names:or}` choices."""
+    """A formatter of sentences: `{count:tensor}` counts, `{names:5}` lists five, `{names:or}` lists alternatives."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, int) and format_spec[:2].isalpha() and len(format_spec) > 1:
@@ -140,7 +148,7 @@ def _listing() -> dict[str, dict[str, str]]:
 
 
 class SurgeryError(Exception):
-    """Something the user can act on; shown without a traceback."""
+    """An error that the user can act on. It is shown without a traceback."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__(*problems)
@@ -148,7 +156,7 @@ class SurgeryError(Exception):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The message, a line each. An entry may contain a line break if a name does."""
+        """The message, one problem per entry. An entry may contain a line break if a name does."""
         return tuple(render(self.problems))
 
     def __str__(self) -> str:
@@ -156,50 +164,53 @@ class SurgeryError(Exception):
 
 
 class PlanError(SurgeryError):
-    """The request cannot be met by this model."""
+    """A request that this model cannot meet."""
 
 
 class UnsupportedFamilyError(PlanError):
-    """The model's architecture cannot be expanded; the message names what stands in the way."""
+    """An architecture that cannot be expanded. The message names the obstacle."""
 
 
 class CheckpointError(SurgeryError):
-    """Files are missing, unreadable or inconsistent, or a target exists already."""
+    """Files that are missing, unreadable or inconsistent, or a target that already exists."""
 
 
 class DataError(SurgeryError):
-    """Texts to train on or to measure with are missing, empty, in another form or too long."""
+    """Texts for training or measuring that are missing, empty, too long or in a wrong form."""
 
 
 class TextWarning(UserWarning):
-    """A part of the texts is left out; a command prints it as its own warning."""
+    """A warning about skipped text. A command prints it as its own warning."""
 
 
 class TrainingError(SurgeryError):
-    """Training cannot begin, cannot be resumed, or had to stop."""
+    """A training run that cannot start, cannot be resumed, or had to stop."""
 
 
 class HubError(SurgeryError):
-    """The Hub cannot be reached, or refuses what was to be pushed."""
+    """A Hub that cannot be reached, or that rejects a push."""
 
 
 class ServingError(SurgeryError):
-    """A server cannot begin: its packages are missing, or its address cannot be had."""
+    """A server that cannot start: packages are missing, or the address is not available."""
 
 
 def problems_of(error: Exception) -> tuple[Problem, ...]:
-    """The problems of an error, for the details of another; of a library's error, its words."""
+    """Return the problems of an error, as details of another problem.
+
+    The message of a library's error becomes one problem.
+    """
     return error.problems if isinstance(error, SurgeryError) else (Problem("other-program", error=error),)
 
 
 def shorten(lines: Sequence[T], most: int = MOST_LINES, ending: str = ".") -> list[T | str]:
-    """Shorten a list of problems that may be as long as a checkpoint has tensors; a last line counts the rest."""
+    """Shorten a list that may have an entry per tensor of a checkpoint. A last line counts the rest."""
     more = len(lines) - most
     return [*lines[:most], f"... and {more} more{ending}"] if more > 0 else list(lines)
 
 
 def in_one_line(problems: Sequence[str]) -> str:
-    """Problems of one file as a sentence; those beyond a dozen are counted."""
+    """Join problems into one sentence. Problems beyond a dozen are counted."""
     return "; ".join(shorten(problems, ending=""))
 
 

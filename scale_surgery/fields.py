@@ -1,15 +1,15 @@
-"""An option is written once: in the dataclass that it fills. Everything else about it is read from there.
+"""Read options from the dataclasses that they fill, so that each option is declared once.
 
     type, choices, range    the type hint: `int`, `Literal["a", "b"]`, `Annotated[int, Range(least=1)]`
     default                 the field
     help                    the field's line in the docstring, under `Attributes:`
 
-A field's metadata says what these cannot: another name on the command line (`option`), choices that are rows of a table
-(`choices`, a function that lists them), and that there is no option, because hardly anybody types it (`NO_OPTION`).
-Such a field is filled by `--set KEY=VALUE`, by a recipe, or in Python.
+The metadata of a field holds the rest: another name on the command line (`option`), a function that lists the choices
+(`choices`), and the mark of a rarely used field without its own option (`NO_OPTION`). Such a field is filled by
+`--set KEY=VALUE`, by a recipe, or in Python.
 
-The command line makes its options from this, and `problems_of` checks values that came from Python or from a file. The
-help stands in the docstring, and not in the metadata of a field, because there the pages of the API find it too.
+The command line makes its options from this, and `problems_of` checks values from Python or from a file. The help is in
+the docstring instead of the metadata, because the API pages read docstrings.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from scale_surgery.errors import Problem
 
 KIND_NAMES: dict[type, str] = {bool: "True or False", str: "text", int: "a whole number", float: "a number"}
-# 0200 is 128 to some and 200 to others
+# no leading zeros: 0200 may mean 128 (octal) or 200
 WHOLE = re.compile("[-+]?(0|[1-9][0-9]*)")
 ENTRY = re.compile(r"^(\w+): (.+?)(?=^\w+: |\Z)", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option may take: finite ones within all of these bounds.
+    """A range of finite numbers that an option accepts.
 
     Attributes:
-        least: The smallest.
-        above: Numbers are larger than this.
-        most: The largest.
-        below: Numbers are smaller than this.
-        noun: What such a number is called.
+        least: The smallest number.
+        above: An exclusive lower bound.
+        most: The largest number.
+        below: An exclusive upper bound.
+        noun: Noun for such a number in messages.
     """
 
     least: float = -math.inf
@@ -57,7 +57,7 @@ class Range:
         return f"{self.noun}, {self.bounds}" if self.noun else self.bounds
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
-        """How pydantic checks a number of a record."""
+        """Return the schema by which pydantic checks a number of a record."""
         from pydantic_core.core_schema import no_info_after_validator_function
 
         return no_info_after_validator_function(self._check, handler(kind))
@@ -69,7 +69,7 @@ class Range:
 
     @property
     def bounds(self) -> str:
-        """Its ends in words."""
+        """The ends of the range in words."""
         if math.isfinite(self.least) and math.isfinite(self.most):
             return f"from {self.least} to {self.most}"
         bounds = {"at least": self.least, "more than": self.above, "at most": self.most, "less than": self.below}
@@ -79,27 +79,27 @@ class Range:
 Count = Annotated[int, Range(least=1)]
 # the first token of a sequence is not predicted
 SequenceLength = Annotated[int, Range(least=2)]
-# metadata of a field that has no option of its own
+# metadata of a field without its own option
 NO_OPTION: dict[str, Any] = {"has_option": False}
-# what every random generator takes
+# a range that every random generator accepts
 Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
 
 
 @dataclass(frozen=True)
 class Field:
-    """What is known of one field of a dataclass, and so of the option that fills it.
+    """A field of a dataclass, and the option that fills it.
 
     Attributes:
         name: Its name.
-        option: Its name on the command line: the same with dashes, or that in the field's metadata.
-        has_option: Whether it has an option of its own; --set fills the others.
-        kind: Type of its values; for choices that of a choice.
+        option: Its name on the command line: from the metadata, or the field's name with dashes.
+        has_option: True if it has its own option. --set fills the others.
+        kind: Type of its values; if it has choices, the type of a choice.
         part: Type of the values in a tuple.
-        list_choices: Lists the values that it may take, or that those in a tuple may take; none where any may be.
-        range: The numbers that it may take, or None.
-        default: Its default; `dataclasses.MISSING` where it has none.
-        is_optional: Whether it may be None.
-        help: What the docstring says of it.
+        list_choices: Lists the allowed values, for a tuple those of its elements; empty if all are allowed.
+        range: The allowed numbers, or None.
+        default: Its default. `dataclasses.MISSING` if there is none.
+        is_optional: True if it may be None.
+        help: Its line in the docstring.
     """
 
     name: str
@@ -115,36 +115,39 @@ class Field:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that it may take, at this moment; empty where any may be."""
+        """The values that are allowed at this moment; empty if all are."""
         return tuple(self.list_choices())
 
     @property
     def is_plain(self) -> bool:
-        """Whether it can be typed; a dataclass cannot."""
+        """True if the value can be typed on the command line. A dataclass cannot."""
         return not dataclasses.is_dataclass(self.kind)
 
     @property
     def typed(self) -> str:
-        """How messages call it: as an option, or as --set and a recipe do."""
+        """Its name in messages: an option, or the key for --set and recipes."""
         return f"--{self.option}" if self.has_option else self.name
 
     def read(self, value: Any) -> Any:
-        """Make what was typed, or came from Python, its value; what it cannot be is said by `expects`."""
-        # in Python layers may be the number 4
+        """Convert a value from the command line or from Python.
+
+        A value that cannot be converted is returned as it is. `expects` reports it.
+        """
+        # Python users may pass layers=4
         if self.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
         if self.kind in (int, float):
             return _number(value, self.kind)
-        # one text needs no list, and names may be one line with commas
+        # a single string is one path, or a comma-separated line of choices
         if self.kind is tuple:
-            # the name of a text may hold commas
+            # paths of texts may contain commas
             parts = (value.split(",") if self.choices else [value]) if isinstance(value, str) else value
             if isinstance(parts, list | tuple):
                 return tuple(part.strip() if isinstance(part, str) else part for part in parts)
         return value
 
     def expects(self, value: object, *, with_range: bool = True) -> str | None:
-        """Say what a value should have been; None where it is fine, and for fields of other types."""
+        """Return the expected kind of value, or None if the value is valid, or if the type is not checked here."""
         if value is None and self.is_optional:
             return None
         if not self.is_plain:
@@ -153,14 +156,14 @@ class Field:
             parts = list(value) if isinstance(value, tuple | list) else [None]
             if self.part is float:
                 return None if all(map(_is_number, parts)) else "numbers"
-            # which texts they may be is said where they are used
+            # the command checks that each element is one of the choices
             return None if all(isinstance(part, str) for part in parts) else f"some of: {', '.join(self.choices)}"
         if self.kind not in KIND_NAMES:
             return None
         if self.choices:
             return None if value in self.choices else f"one of: {', '.join(self.choices)}"
         kinds = (int, float) if self.kind is float else self.kind
-        # True is a whole number to Python
+        # bool is a subclass of int in Python
         if not isinstance(value, kinds) or (isinstance(value, bool) and self.kind is not bool):
             return KIND_NAMES[self.kind]
         is_allowed = not with_range or self.range is None or value in self.range  # type: ignore[operator]
@@ -168,7 +171,7 @@ class Field:
 
 
 def fields_of(owner: type) -> dict[str, Field]:
-    """Read what a dataclass with a docstring in Google style says of its fields: by name, in order."""
+    """Read the fields of a dataclass with a Google-style docstring, by name and in order."""
     hints, lines = get_type_hints(owner, include_extras=True), _attribute_lines(owner)
     return {
         field.name: _read_field(field, hints[field.name], lines.get(field.name, ""))
@@ -207,12 +210,15 @@ def _read_field(field: dataclasses.Field[Any], hint: Any, line: str) -> Field:
 
 
 def _number(value: Any, kind: type) -> Any:
-    """The number that a text says, whole where it looks so; what says none of this kind stays as it is."""
+    """Return the number in a string, as an integer if it is written as one.
+
+    A string without a number of this kind is returned as it is.
+    """
     if not isinstance(value, str):
         return value
     try:
         return int(value) if WHOLE.fullmatch(value) else value if kind is int else float(value)
-    except ValueError:  # also of a whole number with thousands of digits
+    except ValueError:  # int() also rejects thousands of digits
         return value
 
 
@@ -222,6 +228,9 @@ def _is_number(value: object) -> bool:
 
 
 def _attribute_lines(owner: type) -> dict[str, str]:
-    """What a docstring says under `Attributes:`; nothing where Python runs without docstrings."""
+    """Return the entries under `Attributes:` by name.
+
+    Exception: it returns nothing if Python runs without docstrings.
+    """
     section = inspect.cleandoc(owner.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     return {name: " ".join(text.split()) for name, text in ENTRY.findall(textwrap.dedent(section))}

@@ -1,6 +1,6 @@
-"""How long work tells how far it is: a function that is called with what was just done.
+"""Progress of long work: a function that is called with each finished amount.
 
-A terminal draws it as a bar, a log file gets lines of it (`show/console.py`).
+`show/console.py` draws it as a bar on a terminal, or writes lines into a log file.
 """
 
 from __future__ import annotations
@@ -11,45 +11,45 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called with an amount that was just done, in the unit of the total, and with a note to show beside it."""
+    """A function that is called with each finished amount, in the unit of the total, and a note to show."""
 
     def __call__(self, advance: int, note: str = "") -> None:
-        """Report."""
+        """Report a finished amount."""
 
 
 class Steps(int):
-    """How many steps a training has, which a log counts; of other work it shows a share.
+    """A number of training steps. A log counts steps, and shows a share for other work.
 
     Attributes:
-        tokens: Tokens that the model reads in all steps, padding not counted.
+        tokens: Tokens that the model reads in all steps, without padding.
     """
 
     tokens: int
 
     def __new__(cls, count: int, tokens: int) -> Steps:
-        """Count steps and tokens."""
+        """Create a number of steps with a number of tokens."""
         steps = super().__new__(cls, count)
         steps.tokens = tokens
         return steps
 
 
 class Finding(str):
-    """A note that a log writes at once: what was measured, or that work begins.
+    """A note that a log writes at once: a measurement, or the start of some work.
 
     Attributes:
-        kept: What of it a bar shows beside later notes, until the next finding.
+        kept: The part that a bar shows in front of later notes, until the next finding.
     """
 
     kept: str
 
     def __new__(cls, text: str, kept: str = "") -> Finding:
-        """Note a finding."""
+        """Create a finding."""
         finding = super().__new__(cls, text)
         finding.kept = kept
         return finding
 
 
-# given what is done and how much of it there is, yields such a function; a progress bar, say
+# given a label and a total, yields a `Progress`, such as a progress bar
 Track = Callable[[str, int], AbstractContextManager[Progress]]
 
 

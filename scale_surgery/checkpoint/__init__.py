@@ -1,1 +1,1 @@
-"""Checkpoints as bytes on disk: headers, shards, hashes, and how a folder appears whole or not at all. No torch."""
+"""Checkpoints as bytes on disk: headers, shards, hashes, and atomic writing of folders. No torch."""

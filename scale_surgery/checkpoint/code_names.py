@@ -1,9 +1,10 @@
-"""Code that the JSON files of a model may name where nobody would expect it.
+"""Find remote code in unexpected keys of a model's JSON files.
 
-Kernels: in place of an implementation, `attn_implementation`, `experts_implementation` and their relatives may name a
-repository, as `org/kernel@revision:function`, also one for each part of a model. transformers fetches and runs it.
-Aliases: a config may hold an `attribute_map`, by which any other key stands for one of these.
-Code elsewhere: `auto_map` may name a class in another repository, which is not the folder that a user has read.
+Kernels: `attn_implementation`, `experts_implementation` and similar keys may name a repository instead of an
+implementation, as `org/kernel@revision:function`, also separately for each part of a model. transformers downloads and
+runs it.
+Aliases: an `attribute_map` in a config may make any other key an alias of these keys.
+Code elsewhere: `auto_map` may name a class in another repository than the folder that the user has reviewed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from scale_surgery.errors import Problem
 
 IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
-# of all releases of transformers from 4.57 on; a test compares them with the installed one
+# names of all transformers releases from 4.57 on; a test compares them with the installed release
 BUILT_IN = frozenset(
     (
         *("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
@@ -28,7 +29,7 @@ AUTO_MAP = "auto_map"
 
 
 def kernel_problems(config: Any) -> Iterator[Problem]:
-    """Keys of a parsed config that name kernels, or let other keys name them."""
+    """Yield a problem for each key of a config that names a kernel, or that defines aliases."""
     for place, key, value in _entries(config):
         if key == ALIASES:
             yield Problem("config-alias", place, value=value)
@@ -38,14 +39,14 @@ def kernel_problems(config: Any) -> Iterator[Problem]:
 
 
 def code_elsewhere(content: Any) -> Iterator[Problem]:
-    """Classes of another repository that a parsed JSON file names."""
+    """Yield a problem for each class of another repository in a parsed JSON file."""
     for place, key, value in _entries(content):
         if key == AUTO_MAP:
             yield from (Problem("code-elsewhere", place, name=name) for name in _texts(value) if "--" in name)
 
 
 def without_kernels(config: Any) -> Any:
-    """A parsed config that names no implementation at all: of transformers' own, some are not installed."""
+    """Return a config without any implementation key: some of transformers' own may not be installed."""
     if isinstance(config, list):
         return list(map(without_kernels, config))
     if not isinstance(config, dict):
@@ -55,7 +56,7 @@ def without_kernels(config: Any) -> Any:
 
 
 def _entries(content: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """All keys of nested JSON objects: the place, the key and the value."""
+    """Yield the path, the key and the value of all keys in nested JSON."""
     if isinstance(content, dict):
         for key, value in content.items():
             inside = f"{place}.{key}" if place else key
@@ -67,7 +68,7 @@ def _entries(content: Any, place: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a value, which may hold one for each part of a model."""
+    """Yield the strings in a value, which may have one per part of a model."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

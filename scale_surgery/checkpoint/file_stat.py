@@ -14,9 +14,9 @@ from scale_surgery.errors import CheckpointError, Problem
 
 @dataclass(frozen=True)
 class Stamp:
-    """Size, times and number of hard links of a file.
+    """The size, the times and the number of hard links of a file.
 
-    `changed` moves also when somebody sets the time of writing back, or makes or removes a hard link.
+    `changed` (ctime) also changes if the modification time is set back, or if a hard link is added or removed.
     """
 
     bytes: int
@@ -25,10 +25,10 @@ class Stamp:
     names: int
 
     def is_still(self, now: Stamp) -> bool:
-        """Whether a file is unchanged."""
+        """Return True if the file is unchanged."""
         if (self.bytes, self.written) != (now.bytes, now.written):
             return False
-        # hard links come and go with outputs that share a shard, and are no change
+        # outputs may share a shard, so a changed number of hard links is not a change of the file
         return self.changed == now.changed or max(self.names, now.names) > 1
 
 
@@ -36,7 +36,7 @@ Stamps = Mapping[Path, Stamp]
 
 
 def take_stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
-    """Stamps of files before they are read."""
+    """Take the stamps of files before they are read."""
     try:
         return {file: _stamp(file) for file in files}
     except OSError as error:
@@ -44,7 +44,7 @@ def take_stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
 
 
 def check_unchanged(stamps: Stamps) -> None:
-    """Refuse files that changed since their stamps were taken."""
+    """Check that files have not changed since their stamps were taken."""
     changed = [Problem("file-changed", file) for file, before in stamps.items() if not _is_still(file, before)]
     if changed:
         raise CheckpointError(*changed)

@@ -1,7 +1,7 @@
-"""Safetensors checkpoints as they lie on disk: headers, index, side files, and reading one tensor at a time.
+"""Safetensors checkpoints on disk: headers, index, side files, and reading one tensor at a time.
 
-`open_checkpoint` turns a folder into a `Checkpoint`, a value that knows every tensor's name, dtype, shape and
-place without having read a weight. All problems that headers and index can show are found here.
+`open_checkpoint` returns a `Checkpoint` with the name, dtype, shape and place of every tensor, and reads no weights.
+It reports all problems that are visible in headers and index.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 22
 
-# keys of the number of layers
+# config keys of the number of layers
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose headers have been read and checked.
+    """A checkpoint with headers that were read and checked.
 
     Attributes:
         path: The folder.
         config: Parsed config.json.
         tensors: Every tensor by name.
-        shards: Names of the safetensors files that hold them, in order.
-        side_files: Names of all other files that belong to it, relative, in order.
-        left_out: Files that are not taken along: weights in another form (pickles, shards that no index names), and
-            links that lead out of the folder.
-        stamps: Stamps of its files before the first of them was read.
+        shards: Names of the safetensors files of these tensors, in order.
+        side_files: Names of all other files of the checkpoint, relative, in order.
+        left_out: Files that are not copied: weights in other formats (pickles, shards outside the index), and links out
+            of the folder.
+        stamps: Stamps of its files, taken before the first file was read.
     """
 
     path: Path
@@ -70,13 +70,13 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Mapping[str, Any] | None:
-        """Parsed surgery.json, or None where there is none."""
+        """Parsed surgery.json, or None if it is missing."""
         file = self.path / MANIFEST_FILE
         return read_json(file) if file.is_file() else None
 
     @property
     def left_behind(self) -> tuple[str, ...]:
-        """Files that a model made of it goes without: `left_out`, states of an unfinished run, and reports of runs."""
+        """Files that are not copied into derived models: `left_out`, states of unfinished runs, and reports."""
         places = (f"{TRAINING_FOLDER}/checkpoint-", f"{REPORTS_FOLDER}/")
         return (*self.left_out, *(file for file in self.side_files if file.startswith(places)))
 
@@ -87,24 +87,24 @@ class Checkpoint:
 
     @property
     def running_dtype(self) -> str:
-        """Dtype in which the model computes; see `running_dtype`."""
+        """Dtype of the computation; see `running_dtype`."""
         return running_dtype(self.tensors.values())
 
 
 class Sized(Protocol):
-    """What is known of a tensor: its dtype, in safetensors' name, and how many numbers it has."""
+    """A tensor with a dtype, in safetensors' name, and a number of elements."""
 
     @property
     def dtype(self) -> str:
-        """Its dtype."""
+        """The dtype."""
 
     @property
     def elements(self) -> int:
-        """Its numbers."""
+        """The number of elements."""
 
 
 def most_common_dtype(tensors: Iterable[Sized]) -> str:
-    """Dtype of most of the parameters, in safetensors' name."""
+    """Return the dtype of most of the parameters, in safetensors' name."""
     counts: Counter[str] = Counter()
     for info in tensors:
         counts[info.dtype] += info.elements
@@ -112,7 +112,7 @@ def most_common_dtype(tensors: Iterable[Sized]) -> str:
 
 
 def running_dtype(tensors: Collection[Sized]) -> str:
-    """Dtype of most of the parameters that a model computes with as they are stored; experts may be quantised."""
+    """Return the dtype of most unquantised parameters. Experts may be quantised."""
     kept = [info for info in tensors if info.dtype in FLOAT_DTYPES.values()]
     return most_common_dtype(kept or tensors)
 
@@ -131,7 +131,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _missing(file: Path) -> Problem:
-    """Say of a folder without config.json if it is a job of learn, whose models lie inside."""
+    """Return the problem of a missing config.json. In a job folder of `learn` it names the models inside."""
     folder = file.parent
     if not (folder / JOB_FILE).is_file():
         return Problem("json-missing", file)
@@ -140,9 +140,9 @@ def _missing(file: Path) -> Problem:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a config, and refuse one that names kernels or no classes, or holds NaN, which is not equal to itself."""
+    """Read a config. Reject kernels, an invalid auto_map, and NaN, which does not equal itself."""
     config = read_json(file)
-    # infinity is kept; some models have it, as the end of a range
+    # infinity is allowed; some models use it as the end of a range
     problems = [*(Problem("config-nan", place) for place in places_of_nan(config)), *kernel_problems(config)]
     if not isinstance(classes := config.get("auto_map") or {}, dict):
         problems.append(Problem("config-auto-map", "auto_map", value=classes))
@@ -160,7 +160,7 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
     config = config if config is not None and CONFIG_FILE not in files else read_config(path / CONFIG_FILE)
     _refuse_other_specs(path, config)
     shards, declared = _find_shards(path, files, without)
-    # of those behind a link to a folder too, which is not walked into
+    # shards may also be behind a link to a folder, which list_files does not follow
     stamps |= take_stamps(path / shard for shard in shards if (path / shard).exists())
     tensors, problems = _read_shards(path, shards)
     problems += _index_problems(declared, tensors) if declared is not None and not problems else []
@@ -188,11 +188,11 @@ def _refuse_other_specs(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def boundless(config: Mapping[str, Any], tensors: int) -> list[Problem]:
-    """Numbers of layers in a config.json that exceed the number of tensors."""
-    # a language model may keep the part for images in its config
+    """Return a problem for each number of layers that exceeds the number of tensors."""
+    # a multimodal config nests the language model's
     text = config.get("text_config")
     parts = {"": config} | ({"text_config.": text} if isinstance(text, dict) else {})
-    # a layer has at least one tensor; loops over a larger number of layers, also in transformers, would not end
+    # each layer has at least one tensor; loops over a far larger number, also in transformers, would not end
     return [
         Problem("config-count", f"{CONFIG_FILE}: {path}{key}", count=part[key], tensors=tensors)
         for path, part in parts.items()
@@ -202,7 +202,7 @@ def boundless(config: Mapping[str, Any], tensors: int) -> list[Problem]:
 
 
 def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None) -> dict[str, TensorInfo]:
-    """Give tensors the names that they have in this package; see numbering.py."""
+    """Rename tensors from their names in files to their names in this package; see numbering.py."""
     if numbering is None:
         return dict(tensors)
     named = {stored: numbering.named(stored) for stored in tensors}
@@ -212,7 +212,7 @@ def name_tensors(tensors: Mapping[str, TensorInfo], numbering: Numbering | None)
 
 
 def _find_shards(path: Path, files: list[str], without: tuple[str, ...]) -> tuple[list[str], dict[str, str] | None]:
-    # transformers takes model.safetensors before the index when both are there, and so do we
+    # as in transformers, model.safetensors takes precedence over the index
     if SINGLE_FILE in files:
         return [SINGLE_FILE], None
     if INDEX_FILE in files:
@@ -266,7 +266,7 @@ def _index_problems(declared: Mapping[str, str], tensors: Mapping[str, TensorInf
 
 
 def read_text(checkpoint: Checkpoint, file: str) -> str:
-    """Read a text file of a checkpoint as it lies there."""
+    """Read a text file of a checkpoint as UTF-8, without changes."""
     try:
         return read_bytes(checkpoint.path / file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -274,7 +274,7 @@ def read_text(checkpoint: Checkpoint, file: str) -> str:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Read one tensor; nothing else of its shard is touched or stays mapped."""
+    """Read one tensor. No other part of its shard is read or stays memory-mapped."""
     from safetensors import SafetensorError, safe_open
 
     info = checkpoint.tensors[name]

@@ -1,6 +1,6 @@
-"""Folders of other programs: what each is, and the command that makes a checkpoint of it.
+"""Folders of other programs: the kind of each, and the command that converts it to a checkpoint.
 
-Nothing in them is opened but JSON: their states and arguments are pickles, which can run code when they are read.
+Only JSON files are opened. States and arguments are pickles, which can run code when they are loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PICKLED_MODEL = re.compile(r"pytorch_model.*\.bin")
 
 
 def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
-    """The command that adopts the output of a trainer."""
+    """Return the command that adopts the output of a trainer."""
     key = config.get(CONFIG_KEY)
     specs = next(iter(specs_of_expansions(key)), None) if isinstance(key, dict) else None
     origin = specs.get(ORIGIN_KEY) if isinstance(specs, dict) else None
@@ -36,12 +36,15 @@ def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-# the command that follows after shares were put together in the folder WHOLE
+# the next command, after the shards were merged into the folder WHOLE
 ADOPT_WHOLE = adopt_line("WHOLE", {})
 
 
 def refuse_foreign(path: Path, files: Sequence[str]) -> None:
-    """Refuse a folder with weights of another program, or with an adapter beside weights; the message helps on."""
+    """Reject a folder with weights of another program, or with an adapter and weights.
+
+    The message names the command that converts it.
+    """
     if SINGLE_FILE in files or INDEX_FILE in files:
         if ADAPTER_CONFIG in files:
             raise CheckpointError(Problem("folder-with-adapter", path, file=ADAPTER_CONFIG))
@@ -56,7 +59,7 @@ def _adapter(path: Path, files: Sequence[str]) -> Problem | None:
 
 
 def _run(path: Path, files: Sequence[str]) -> Problem | None:
-    """The folder of a run of the Trainer, whose checkpoints lie inside."""
+    """Return a problem if the folder is a run of the Trainer, with checkpoints inside."""
     steps = {match[1]: int(match[2]) for file in files if (match := RUN_CHECKPOINT.fullmatch(file))}
     if not steps or any(map(PICKLED_MODEL.fullmatch, files)):
         return None
@@ -76,16 +79,16 @@ def _distributed(path: Path, files: Sequence[str]) -> Problem | None:
     shares = sorted(file for file in files if file.endswith(DISTRIBUTED_SUFFIX))
     if not shares:
         return None
-    # beside the model's folder lies that of the optimizer
+    # the optimizer has a folder of its own next to the model's
     folders = dict.fromkeys((path / file).parent for file in shares)
     folder = next((inner for inner in folders if "optim" not in inner.name), path)
     return Problem("folder-fsdp", path, merge=_merge(folder), adopt=ADOPT_WHOLE)
 
 
 def _merge(folder: Path) -> str:
-    """The command that puts shares together; that of accelerate takes a model alone."""
+    """Return the command that merges distributed shards. Accelerate's command needs a model alone."""
     listing = folder / ".metadata"
-    # what lies in the shares is said by a pickle; it is not opened, but a name in it can be seen
+    # a pickle lists the contents of the shards; it is not loaded, but its bytes show the names
     if not (listing.is_file() and b"optim" in listing.read_bytes()):
         return shlex.join(["accelerate", "merge-weights", str(folder), "WHOLE"])
     merge = ["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", str(folder), "whole.pt"]
@@ -97,7 +100,7 @@ def _merge(folder: Path) -> str:
 
 
 def _pickled(path: Path, files: Sequence[str]) -> Problem | None:
-    """A whole state that FSDP pickled; pickled weights of transformers have other names."""
+    """Return a problem if FSDP pickled a full state. Transformers names its pickled weights otherwise."""
     pickle = next((file for file in files if FSDP_PICKLE.fullmatch(file)), None)
     if pickle is None:
         return None
@@ -106,7 +109,10 @@ def _pickled(path: Path, files: Sequence[str]) -> Problem | None:
 
 
 def _gguf(path: Path, files: Sequence[str]) -> Problem | None:
-    """Weights of llama.cpp; beside them may lie a part for images, which is no model alone."""
+    """Return a problem if the folder has weights of llama.cpp.
+
+    The part for images (mmproj) is not a model alone, so the problem names another file if there is one.
+    """
     held = [file for file in files if file.lower().endswith(GGUF_SUFFIX)]
     if not held or any(file.endswith(PICKLE_SUFFIXES) for file in files):
         return None
@@ -115,5 +121,5 @@ def _gguf(path: Path, files: Sequence[str]) -> Problem | None:
 
 
 def load_gguf(folder: Path, file: str) -> str:
-    """The call that loads a GGUF file, without its closing bracket."""
+    """Return the call that loads a GGUF file, without its closing bracket."""
     return f"from_pretrained({str(folder)!r}, gguf_file={file!r}"

@@ -1,12 +1,12 @@
-"""What a folder is, and what to type where another kind of folder is needed.
+"""Forms of folders, and the command to type if a folder has the wrong form.
 
-form        known by                             holds
-base        config.json without our key          a model that nothing of ours was made of
+form        known by                             contents
+base        config.json without our key          an unmodified model
 expanded    surgery.json                         base shards, and shards of one or more expansions
-fused       surgery.json, which says so          the blocks of an expansion, joined with the base's tensors
+fused       surgery.json with this form          the blocks of an expansion, joined with the base's tensors
 stock       merge.json                           a plain checkpoint of the base's architecture
 extract     extract.json                         an expansion without its base
-saved       our key, and no record               what a trainer saved of an expanded model
+saved       our key, and no record               an expanded model saved by a trainer
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ RECORDS: Mapping[str, Form] = {EXTRACT_FILE: "extract", MANIFEST_FILE: "expanded
 
 
 def form_of(path: Path) -> Form:
-    """What a folder is, by its records and its config.json; whether an expanded one is fused, its record says."""
+    """Return the form of a folder from its records and config.json.
+
+    Exception: `fused` is not distinguished from `expanded` here. It is recorded in surgery.json.
+    """
     recorded = next((form for file, form in RECORDS.items() if (path / file).is_file()), None)
     return recorded or ("saved" if CONFIG_KEY in _config(path) else "base")
 
 
 def refuse_form(path: str | Path, form: Form, wanted: Form) -> NoReturn:
-    """Refuse a folder of the wrong form, with the command that helps."""
+    """Reject a folder of the wrong form, with the command that helps."""
     values = {"adopt": adopt_line(path, _config(Path(path)))} if form == "saved" else {}
     raise CheckpointError(Problem(f"form-{form}-not-{wanted}", path, **values))
 
 
 def refuse_extract(path: str | Path, files: Iterable[str]) -> None:
-    """Refuse an extract where a whole model is needed."""
+    """Reject an extract if a whole model is needed."""
     if EXTRACT_FILE in files:
         refuse_form(path, "extract", "expanded")
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Parsed config.json; empty where it cannot be read."""
+    """Return the parsed config.json; empty if it cannot be read."""
     try:
         config = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""sha256 of files and of tensors, in threads."""
+"""SHA-256 hashes of files and tensors, in threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HASH_THREADS = 2
 
 
 def hash_file(file: Path, advance: Progress = no_progress) -> str:
-    """sha256 of a file; `advance` is called with the bytes done."""
+    """Return the SHA-256 of a file. `advance` is called with the number of bytes done."""
     digest = hashlib.sha256()
     for chunk in read_chunks(file):
         digest.update(chunk)
@@ -27,7 +27,7 @@ def hash_file(file: Path, advance: Progress = no_progress) -> str:
 
 
 def hash_tensor(path: Path, info: TensorInfo, advance: Progress = no_progress) -> str:
-    """sha256 of a tensor's bytes on disk."""
+    """Return the SHA-256 of a tensor's bytes on disk."""
     digest = hashlib.sha256()
     for chunk in read_chunks(path / info.file, info.offset, info.bytes):
         digest.update(chunk)
@@ -36,31 +36,31 @@ def hash_tensor(path: Path, info: TensorInfo, advance: Progress = no_progress) -
 
 
 def hash_files(path: Path, names: list[str], advance: Progress = no_progress) -> dict[str, str]:
-    """sha256 of several files of a folder, by name."""
+    """Return the SHA-256 of several files of a folder, by name."""
     return _in_threads(lambda name: hash_file(path / name, advance), names)
 
 
 def changed_tensors(checkpoint: Checkpoint, names: list[str], before: Mapping[str, str]) -> dict[str, str]:
-    """sha256 of the tensors whose hash differs from `before`, by name."""
+    """Return the SHA-256 of the tensors with a hash that differs from `before`, by name."""
     hashes = hash_tensors(checkpoint, names)
     return {name: digest for name, digest in hashes.items() if digest != before.get(name)}
 
 
 def hash_tensors(checkpoint: Checkpoint, names: list[str], advance: Progress = no_progress) -> dict[str, str]:
-    """sha256 of the bytes of several tensors, by name."""
+    """Return the SHA-256 of the bytes of several tensors, by name."""
     return _in_threads(lambda name: hash_tensor(checkpoint.path, checkpoint.tensors[name], advance), names)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """sha256 of files and of the tensors in them, by name."""
+    """The SHA-256 hashes of files and of the tensors in them, by name."""
 
     files: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
 
 
 def hash_all(checkpoint: Checkpoint, names: list[str], advance: Progress = no_progress) -> Sums:
-    """sha256 of files of a checkpoint and of every tensor in them; each byte is read once."""
+    """Return the SHA-256 of files of a checkpoint and of every tensor in them. Each byte is read once."""
     sums = Sums()
     tensors: dict[str, list[TensorInfo]] = {}
     for info in sorted(checkpoint.tensors.values(), key=attrgetter("offset")):
@@ -72,7 +72,7 @@ def hash_all(checkpoint: Checkpoint, names: list[str], advance: Progress = no_pr
 
 
 def _hash_with_tensors(file: Path, tensors: Sequence[TensorInfo], advance: Progress) -> tuple[str, dict[str, str]]:
-    """sha256 of a file, and of each of its tensors, which are in the order of their places."""
+    """Return the SHA-256 of a file and of its tensors, which are sorted by offset."""
     whole, parts = hashlib.sha256(), [hashlib.sha256() for _ in tensors]
     start = place = 0
     for chunk in read_chunks(file):

@@ -35,9 +35,9 @@ FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: file, dtype (safetensors' name), shape, first byte in the file and byte count.
+    """The place of a tensor: file, dtype (safetensors' name), shape, first byte in the file and byte count.
 
-    `stored_as` is its name in the file, where layers were duplicated and it has another; see numbering.py.
+    `stored_as` is its name in the file if duplicated layers changed it; see numbering.py.
     """
 
     name: str
@@ -75,7 +75,7 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
 
 
 def _check_as_loaders_do(path: Path, file: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Check that safetensors, by which all loaders read, finds the same tensors."""
+    """Check that safetensors, which all loaders use, finds the same tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,6 +1,6 @@
-"""List the files of a folder that somebody else made, and say which of them belong to a model.
+"""List the files of an untrusted folder, and decide which of them belong to a model.
 
-Symbolic links may lead to anything that the reader's owner can read, and what is no regular file can be anything.
+A symbolic link may point to any file that the user can read, and a device or pipe may never end.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FIL
 from scale_surgery.checkpoint.reading import other_kind
 from scale_surgery.errors import CheckpointError, Problem
 
-# these and shards may be links to anywhere: large shards are often kept on another disk
+# these files and shards may be links to any place: large shards are often kept on another disk
 FOLLOWED = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
-# files of a model beside its weights, by the ends of their names: settings, tokenizers, templates and code
+# files of a model besides its weights, by the ends of their names: settings, tokenizers, templates and code
 PARTS = (".json", ".model", ".tiktoken", ".jinja", ".py", "vocab.txt", "merges.txt", "additional_chat_templates")
-# version control and download bookkeeping, no part of a checkpoint
+# version control and download bookkeeping, not part of a checkpoint
 IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
 @contextmanager
 def reached(path: Path) -> Iterator[None]:
-    """Refuse a path that cannot be looked at: a name that is too long, or a folder on the way that is closed."""
+    """Reject a path that cannot be accessed: a name is too long, or a parent folder is not readable."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def reached(path: Path) -> Iterator[None]:
 
 
 def check_folder(path: Path) -> None:
-    """Check that a model folder is there."""
+    """Check that a model folder exists."""
     with reached(path):
         is_there, is_folder = path.exists(), path.is_dir()
     if not is_there:
@@ -47,7 +47,7 @@ def check_folder(path: Path) -> None:
 
 
 def list_files(path: Path) -> list[str]:
-    """List the files of a folder, sorted, without version control, download bookkeeping and unfinished ones."""
+    """List the files of a folder, sorted, without version control, download bookkeeping and unfinished files."""
     check_folder(path)
     kept = [file.as_posix() for file in _entries(path) if (path / file).exists() and not (path / file).is_dir()]
     if problems := [problem for name in kept if (problem := unfit(path, name))]:
@@ -58,7 +58,7 @@ def list_files(path: Path) -> list[str]:
 
 
 def _entries(path: Path) -> list[Path]:
-    """Files and folders of a folder at any depth, relative and sorted, without those of IGNORED_FOLDERS."""
+    """Return the files and folders at any depth, relative and sorted, without IGNORED_FOLDERS."""
     entries: list[Path] = []
     for folder, folders, files in os.walk(path, onerror=_refuse_closed):
         # unfinished folders of another process may vanish at any moment
@@ -68,13 +68,13 @@ def _entries(path: Path) -> list[Path]:
 
 
 def _refuse_closed(error: OSError) -> None:
-    # a folder that vanished was another process's
+    # a folder that vanished belonged to another process
     if not isinstance(error, FileNotFoundError):
         raise CheckpointError(Problem("folder-unlistable", error.filename, error=error.strerror)) from error
 
 
 def unfit(path: Path, name: str) -> Problem | None:
-    """Why an entry of a folder is no file of a model, or None."""
+    """Return the problem of an entry that cannot be a file of a model, or None."""
     if not is_unicode(name):
         return Problem("name-no-unicode", path, name=os.fsencode(name))
     if not is_inside(name):
@@ -84,10 +84,13 @@ def unfit(path: Path, name: str) -> Problem | None:
 
 
 def leads_out(path: Path, name: str) -> bool:
-    """Whether a file of a folder lies outside of it; links of the Hub's cache to its blobs do not count."""
+    """Return True if a file is a link out of the folder.
+
+    Links from the Hub's cache to its blobs do not count.
+    """
     inside = PurePosixPath(name)
     steps = (inside, *inside.parents[:-1])
-    # without a link on the way a file lies where its name says
+    # without links in its path, a file is inside the folder
     if ".." not in inside.parts and not inside.is_absolute() and not any((path / step).is_symlink() for step in steps):
         return False
     root, target = path.resolve(), (path / name).resolve()
@@ -96,26 +99,26 @@ def leads_out(path: Path, name: str) -> bool:
 
 
 def links_that_are_no_files(path: Path) -> tuple[str, ...]:
-    """Links to folders, which are not walked into, and links to nothing, by name."""
+    """Return the names of links to folders, which are not followed, and of broken links."""
     links = (link for link in _entries(path) if (path / link).is_symlink() and not (path / link).is_file())
     return tuple(as_unicode(link.as_posix()) for link in links)
 
 
 def is_left_link(path: Path, name: str) -> bool:
-    """Whether a file is a link out of the folder and no part of a model; such a file is never copied."""
+    """Return True if a file is a link out of the folder and not part of a model. Such a file is never copied."""
     return name not in FOLLOWED and not name.endswith(".safetensors") and leads_out(path, name)
 
 
 def linked_parts(path: Path) -> list[str]:
-    """Links that are not followed and that have the name of a part of a model, such as its tokenizer."""
+    """Return links that are not followed but have the name of a part of a model, such as its tokenizer."""
     linked = [*(name for name in list_files(path) if is_left_link(path, name)), *links_that_are_no_files(path)]
     return [name for name in linked if "/" not in name and name.endswith(PARTS)]
 
 
 def stays_behind(path: Path, name: str) -> bool:
-    """Whether a file is left out of copies of a model, unless a record names it."""
+    """Return True if a file is not copied with a model, unless a record names it."""
     parts = PurePosixPath(name).parts
-    # hidden files hold keys and settings; states and logs of trainers hold names of machines
+    # hidden files may contain keys and settings; states and logs of trainers contain host names
     is_hidden = any(part.startswith(".") for part in parts) and name != ".gitattributes"
     is_state = any(re.fullmatch(r"checkpoint-\d+|runs", part) for part in parts[:-1]) or ".tfevents." in name
     return is_hidden or is_state or is_left_link(path, name)

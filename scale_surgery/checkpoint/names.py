@@ -1,4 +1,4 @@
-"""Names of a checkpoint's files, and whether a name from a file is safe to use."""
+"""Names of a checkpoint's files, and checks that a name from a file is safe to use."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 MANIFEST_FILE = "surgery.json"
 EXTRACT_FILE = "extract.json"
-# of a plain checkpoint that merge --to stock made
+# record of a plain checkpoint made by merge --to stock
 STOCK_FILE = "merge.json"
-# of an extract, where no loader takes it for a whole model
+# index of an extract, under a name that no loader takes for a whole model
 STORED_INDEX = "expanded.index.json"
 TRAINING_FOLDER = "training"
 LOG_FILE = "log.jsonl"
-# of a job of learn, in whose folder models lie
+# record of a job of learn; its models are in subfolders
 JOB_FILE = "learn.json"
-# reports of a run, which hold names of machines and are never copied with a model
+# reports of a run; they contain host names and are never copied with a model
 REPORTS_FOLDER = f"{TRAINING_FOLDER}/runs"
-# the same weights in a format that this program does not read; transformers prefers safetensors to them
+# weights in formats that this program does not read; transformers prefers safetensors
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".onnx")
 
-# code files that every expanded checkpoint carries
+# code files of every expanded checkpoint
 CODE_FILES = (
     "configuration_scale.py",
     "modeling_scale.py",
@@ -43,7 +43,7 @@ CODE_FILES = (
     "expanded_stock.py",
 )
 
-# code files that every fused checkpoint carries
+# code files of every fused checkpoint
 FUSED_CODE_FILES = (
     "configuration_fused.py",
     "configuration_scale.py",
@@ -52,28 +52,28 @@ FUSED_CODE_FILES = (
     "modeling_fused.py",
 )
 
-# one more where the classes of the base are its own and not of transformers: it names them, expanded or fused
+# an additional code file, expanded or fused, if the base has its own classes; it imports them
 OWN_CODE_FILES = OWN_CODE_FILE, OWN_FUSED_FILE = "base_scale.py", "base_fused.py"
 
-# of a file in a folder
+# limit of most file systems
 MAX_NAME_BYTES = 255
 
 
 def is_inside(name: object) -> bool:
-    """Whether a name from a file stays inside the folder that it is joined to."""
+    """Return True if a name from a file stays inside the folder to which it is joined."""
     if not isinstance(name, str) or not is_unicode(name) or set("\\\0") & set(name) or not PurePosixPath(name).parts:
         return False
     path = PurePosixPath(name)
-    # ./x and x//y would be second names of a file
+    # ./x and x//y would be aliases of a file
     is_plain = path.as_posix() == name and all(len(part.encode()) <= MAX_NAME_BYTES for part in path.parts)
     return is_plain and not path.is_absolute() and ".." not in path.parts
 
 
 def is_unicode(name: str) -> bool:
-    """Whether a name can be written as UTF-8; otherwise Python's form of it holds lone surrogates."""
+    """Return True if a name can be written as UTF-8: Python's form of it has no lone surrogates."""
     return HALF_A_CHARACTER.search(name) is None
 
 
 def as_unicode(name: str) -> str:
-    """A name as a record can hold it: what is no UTF-8 by its bytes."""
+    """Return a name in the form of records, with escaped bytes if it is not UTF-8."""
     return name.encode(errors="backslashreplace").decode()

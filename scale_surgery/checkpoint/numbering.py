@@ -1,4 +1,4 @@
-"""Names of tensors where layers are duplicated: by base layer in this package, by position in the files.
+"""Names of tensors of a model with duplicated layers: by base layer here, by position in the files.
 
 With `--layers 1` a copy of layer 1 comes after it, and every layer above moves up by one:
 
@@ -7,8 +7,8 @@ With `--layers 1` a copy of layer 1 comes after it, and every layer above moves 
     model.layers.1.after.mlp.x       model.layers.2.mlp.x       the copy
     model.layers.2.mlp.x             model.layers.3.mlp.x       the base's layer 2
 
-So a base tensor has one name, whatever stands below it. `open_checkpoint` turns names of files into these names, and
-`Numbering.stored` turns them back wherever a file is written.
+So the name of a base tensor does not depend on copies below it. `open_checkpoint` converts names in files to these
+names, and `Numbering.stored` converts them back for writing.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 from scale_surgery.errors import CheckpointError, Problem
 
 CONFIG_KEY = "scale_surgery"
-# under it: base and request, for folders that lost their surgery.json
+# key of base and request inside it, for folders without their surgery.json
 ORIGIN_KEY = "origin"
 AFTER = "after."
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """Positions of a base's layers among copies.
+    """The positions of a base's layers among copies.
 
     Attributes:
         base_model: Possible prefix of the layers in a name, such as `model`.
         layers: Module list of the layers, such as `layers`.
-        copied: Base layers that have a copy after them, ascending.
+        copied: Base layers followed by a copy, ascending.
     """
 
     base_model: str
@@ -43,22 +43,22 @@ class Numbering:
 
     @cached_property
     def new(self) -> tuple[int, ...]:
-        """Positions of the copies."""
+        """The positions of the copies."""
         return tuple(layer + number for number, layer in enumerate(self.copied, 1))
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        # a base may have been saved without the modules around it
+        # a base may have been saved without the outer modules
         parts = self.base_model.split(".")
         paths = "|".join(re.escape(".".join(parts[start:])) for start in range(len(parts)))
         return re.compile(rf"((?:(?:{paths})\.)?{re.escape(self.layers)}\.)(\d+)\.(.+)")
 
     def position(self, layer: int) -> int:
-        """Where a base layer stands: its number, and one for each copy below it."""
+        """Return the position of a base layer: its number plus the number of copies below it."""
         return layer + sum(copied < layer for copied in self.copied)
 
     def stored(self, name: str) -> str:
-        """Name that a tensor has in the files."""
+        """Return the name of a tensor in the files."""
         match = self._pattern.fullmatch(name)
         if match is None:
             return name
@@ -68,7 +68,7 @@ class Numbering:
         return f"{path}{self.position(layer)}.{rest}"
 
     def named(self, stored: str) -> str:
-        """Name that a tensor of the files has in this package; the reverse of `stored`."""
+        """Return the name of a stored tensor in this package, as the inverse of `stored`."""
         match = self._pattern.fullmatch(stored)
         if match is None:
             return stored
@@ -77,14 +77,14 @@ class Numbering:
         return f"{path}{layer}.{AFTER if position in self.new else ''}{rest}"
 
     def as_key_mapping(self, layers: int) -> dict[str, str]:
-        """Patterns and names for transformers' `key_mapping`, which load base tensors out of files with positions."""
+        """Return a `key_mapping` by which transformers loads base tensors from files numbered by position."""
         moved = {self.position(layer): layer for layer in range(layers) if self.position(layer) != layer}
         word = re.escape(self.layers)
         return {rf"(?<![^.]){word}\.{position}\.": f"{self.layers}.{layer}." for position, layer in moved.items()}
 
 
 def numbering_of(specs: Mapping[str, Any] | None) -> Numbering | None:
-    """The numbering that a model's key `scale_surgery` describes; None where no layer was duplicated."""
+    """Return the numbering in a model's key `scale_surgery`, or None if no layer was duplicated."""
     # only specifications of duplicated layers name their method
     if not isinstance(specs, Mapping) or "method" not in specs:
         return None
@@ -100,6 +100,6 @@ def _is_word(name: object) -> bool:
 
 
 def stored_name(specs: Mapping[str, Any], name: str) -> str:
-    """Name that a tensor has in the files of a model with these specifications, duplicated layers or not."""
+    """Return the name of a tensor in the files of a model with these specifications, with or without copies."""
     numbering = numbering_of(specs)
     return name if numbering is None else numbering.stored(name)

@@ -1,6 +1,6 @@
-"""YAML in which numbers and dates stay text, as typed: what a setting is says how it is read.
+"""YAML that keeps numbers and dates as text. The type of each setting determines the conversion.
 
-YAML 1.1 reads 0200 as 128, 1:30 as 90 and the revision 1.10 as 1.1, and says nothing of it.
+YAML 1.1 silently reads 0200 as 128, 1:30 as 90 and the revision 1.10 as 1.1.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ LEFT_AS_TYPED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "times
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Reads lists, mappings, texts, true, false and null."""
+    """A loader of lists, mappings, strings, true, false and null."""
 
 
 PlainLoader.yaml_implicit_resolvers = {

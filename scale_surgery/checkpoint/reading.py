@@ -1,7 +1,7 @@
-"""Read files that others made: regular ones only, and whole ones up to a bound.
+"""Read untrusted files: regular files only, and up to a maximum size.
 
-A pipe in place of config.json would wait for a writer for ever, and /dev/zero has no end. JSON that is read can be
-written again: its depth is bounded, and it holds no half characters.
+A pipe in place of config.json would wait for a writer for ever, and /dev/zero has no end. Parsed JSON can be written
+again: its depth is bounded, and it has no lone surrogates.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# known largest files: a tokenizer.json of 34 MB, an index of 15 MB; a fused model of 100,000 tensors keeps the
-# headers of its shards and the surgery.json of its blocks, about 100 MB
+# largest known files: a tokenizer.json of 34 MB, an index of 15 MB. A fused model of 100,000 tensors has a file of
+# about 100 MB, with the headers of its shards and the surgery.json of its blocks.
 MAX_TEXT_BYTES = 256 * 1024 * 1024
-# files of models have ten levels
+# files of models have about ten levels
 MAX_DEPTH = 100
-# tokenizers write 10**30 for a length that has no limit; a number of more than 308 digits is no float
+# tokenizers write 10**30 for an unlimited length; a float has at most 308 digits before the point
 MAX_DIGITS = 100
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 KINDS = {
@@ -34,15 +34,15 @@ KINDS = {
 
 
 def other_kind(mode: int) -> str | None:
-    """Kind of a file that is not regular, in words; None for a regular one."""
+    """Return the kind of a file that is not regular, in words, or None for a regular file."""
     return None if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open a regular file for reading; a link to one is followed."""
+    """Open a regular file for reading. Links to regular files are followed."""
     try:
         _refuse_other(file.stat())
-        # non-blocking: a file that became a pipe since would wait for a writer
+        # non-blocking: if the file was replaced by a pipe meanwhile, opening would wait for a writer
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except ValueError as error:
         raise OSError(f"{str(file)!a} is no name of a file") from error
@@ -65,14 +65,14 @@ def read_bytes(file: Path, most: int = MAX_TEXT_BYTES) -> bytes:
         size = os.fstat(stream.fileno()).st_size
         if size > most:
             raise OSError(f"it has {size:,} bytes, expected at most {most:,}")
-        # bounded, as files in /proc have more bytes than their size says
+        # bounded: files in /proc have more bytes than their size says
         return stream.read(size)
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector while many objects are made that stay."""
-    # each of its rounds looks at all objects of torch and transformers: most of the time of a large tokenizer
+    """Pause the garbage collector while many lasting objects are created."""
+    # each collection visits all objects of torch and transformers, which dominates the loading of a large tokenizer
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -83,7 +83,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; of repeated keys the last counts, as for transformers."""
+    """Parse JSON. Of repeated keys the last counts, as in transformers."""
     if text.startswith("\ufeff"):
         raise ValueError("it begins with a byte order mark, which transformers does not read either")
     try:
@@ -92,7 +92,7 @@ def parse_json(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested without end") from error
     _check_depth(content)
-    # most files have no escapes, and need no search
+    # most files have no escapes and need no search
     if "\\u" in text and (half := HALF_A_CHARACTER.search(json.dumps(content, ensure_ascii=False))):
         raise ValueError(f"it holds half a character, {half[0]!a}, expected Unicode text")
     return content
@@ -115,7 +115,7 @@ def _check_depth(content: Any) -> None:
 
 
 def places_of_nan(content: Any, place: str = "") -> list[str]:
-    """Name the places of plain JSON values that hold NaN, such as `rope_scaling.factor`."""
+    """Return the paths of NaN in plain JSON values, such as `rope_scaling.factor`."""
     if isinstance(content, dict):
         named = [(f"{place}.{key}" if place else key, value) for key, value in content.items()]
     elif isinstance(content, list):
@@ -126,8 +126,8 @@ def places_of_nan(content: Any, place: str = "") -> list[str]:
 
 
 def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Keys that only one of two JSON objects has, or that have other values, sorted."""
-    # JSON has one kind of number, so 1 equals 1.0; false and 0 differ, though Python takes them as equal
+    """Return the sorted keys that are in only one of two JSON objects, or that differ in value."""
+    # JSON has one type of number, so 1 equals 1.0. false and 0 differ, although Python compares them as equal.
     return sorted(key for key in {*a, *b} if key not in a or key not in b or not _is_same(a[key], b[key]))
 
 

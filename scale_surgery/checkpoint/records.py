@@ -1,6 +1,6 @@
-"""Records: JSON that this program wrote and reads back, checked by pydantic against the dataclasses that it becomes.
+"""Records: JSON files of this program. pydantic checks them against dataclasses.
 
-A dataclass is closed: a key that it does not name is a problem, unless it is marked as `open_record`. Parts that stay
+A dataclass is closed: an unknown key is a problem, unless the class is marked with `open_record`. Parts that remain
 plain values are TypedDicts.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
-# expected values in our words, in place of pydantic's "a valid string"
+# our words for expected values, instead of pydantic's "a valid string"
 WORDS = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -31,19 +31,22 @@ WORDS = {
     "tuple_type": "a list",
     "too_long": "fewer values",
 }
-# errors that damaged values may raise
+# errors that damaged values may cause
 DAMAGE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 
 class RecordError(CheckpointError, ValueError):
-    """Values that do not fit a record; who knows the file catches it as a ValueError and names the file."""
+    """Values that do not fit a record.
+
+    Callers that know the file catch it as a ValueError and name the file.
+    """
 
     def __str__(self) -> str:
         return in_one_line([problem.phrase for problem in self.problems])
 
 
 def open_record(kind: T) -> T:
-    """Let records of a dataclass or a TypedDict hold keys that it does not name; a TypedDict keeps them."""
+    """Allow unknown keys in records of a dataclass or a TypedDict. A TypedDict keeps them."""
     kind.__pydantic_config__ = {"strict": True, "extra": "ignore"}  # type: ignore[attr-defined]
     if not is_dataclass(kind):
         kind.__get_pydantic_core_schema__ = _checked_schema  # type: ignore[attr-defined]
@@ -61,11 +64,11 @@ def _checked_schema(kind: Any, handler: Any) -> Any:
 
 
 def read_record(content: Any, kind: type[T], place: str = "") -> T:
-    """Read plain JSON values as a dataclass or TypedDict; RecordError names each value that does not fit."""
+    """Convert plain JSON values to a dataclass or TypedDict. RecordError names each value that does not fit."""
     from pydantic import ValidationError
     from pydantic_core import to_json
 
-    # as JSON, since strict validation of Python values takes no list for a tuple
+    # as JSON: strict validation of Python values rejects a list for a tuple
     text = to_json([content], inf_nan_mode="constants", fallback=repr)
     try:
         (record,) = _adapter(cast("Any", kind)).validate_json(text)
@@ -85,7 +88,7 @@ def read_record_file(file: Path, kind: type[T], format_number: int) -> T:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Raise errors of damaged values as CheckpointError that names the file."""
+    """Convert errors of damaged values to a CheckpointError that names the file."""
     try:
         yield
     except (*DAMAGE, PlanError) as error:

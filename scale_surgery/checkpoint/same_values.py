@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same numbers: of any dtypes, or byte for byte as they are stored."""
+"""Comparison of the values of two tensors: as numbers of any dtype, or byte for byte as stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def are_same_bytes(checkpoint: Checkpoint, name: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint are the same byte for byte; a few MB of each are in memory at a time."""
+    """Return True if two tensors of a checkpoint have the same bytes. Only a few MB are in memory at a time."""
     infos = checkpoint.tensors[name], checkpoint.tensors[other]
     if len({(info.dtype, info.shape) for info in infos}) > 1:
         return False
@@ -22,10 +22,10 @@ def are_same_bytes(checkpoint: Checkpoint, name: str, other: str) -> bool:
 
 
 def difference(name: str, tensor: Tensor, wanted: Tensor) -> Problem | None:
-    """Describe how the numbers of a tensor differ from those of one of its shape; None if all bits are the same."""
+    """Return the problem of a tensor with other values than another of its shape, or None if all bits are equal."""
     import torch
 
-    # widened to the narrowest dtype that holds either exactly, so that nothing is rounded before it is compared
+    # widened to the narrowest dtype that represents both exactly, so the comparison does not round
     dtype = torch.promote_types(tensor.dtype, wanted.dtype)
     if _are_same_bits(tensor.to(dtype), wanted.to(dtype)):
         return None
@@ -37,7 +37,7 @@ def difference(name: str, tensor: Tensor, wanted: Tensor) -> Problem | None:
 
 
 def _are_same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one dtype have the same bits: zeros have signs, and NaN is not equal to itself."""
+    """Return True if tensors of one dtype have the same bits: zeros have signs, and NaN does not equal itself."""
     import torch
 
     return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b)))

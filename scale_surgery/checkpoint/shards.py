@@ -1,4 +1,4 @@
-"""Write a safetensors file tensor by tensor: at no time more than one tensor is in memory.
+"""Write a safetensors file tensor by tensor, with at most one tensor in memory.
 
 A file is 8 bytes of header length, the header as JSON, and the tensors' bytes one after the other.
 """
@@ -26,7 +26,7 @@ HEADER_ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file to be: its name, dtype (safetensors' name) and shape, and where its bytes come from."""
+    """A tensor of a new file: its name, dtype (safetensors' name), shape, and the source of its bytes."""
 
     name: str
     dtype: str
@@ -35,12 +35,12 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def stored(checkpoint: Checkpoint, name: str) -> Entry:
-    """A tensor whose bytes are copied from disk."""
+    """Return the entry of a tensor whose bytes are copied from disk."""
     info = checkpoint.tensors[name]
     return Entry(
         name, info.dtype, info.shape, lambda: read_chunks(checkpoint.path / info.file, info.offset, info.bytes)
@@ -48,12 +48,12 @@ def stored(checkpoint: Checkpoint, name: str) -> Entry:
 
 
 def computed(name: str, dtype: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Entry:
-    """A tensor that is made when its turn comes."""
+    """Return the entry of a tensor that is computed during writing."""
     return Entry(name, dtype, shape, lambda: [tensor_bytes(make())])
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, row by row, as they lie in a file; of one that lies so in memory nothing is copied."""
+    """Return a tensor's bytes in row-major order, as in a file. A contiguous tensor on the CPU is not copied."""
     import torch
 
     content: memoryview = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
@@ -61,8 +61,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
-    """The header of a file, with its length before it, and the order in which the tensors then lie."""
-    # as safetensors' own writer orders them: wide elements first, so that each tensor is aligned
+    """Return the header of a file with its length in front, and the tensors in file order."""
+    # in the order of safetensors' writer: wide dtypes first, so that each tensor is aligned
     ordered = sorted(entries, key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -75,13 +75,13 @@ def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
 
 
 def write_shard(file: Path, entries: Iterable[Entry], advance: Progress = no_progress) -> None:
-    """Write a safetensors file, whole or not at all."""
+    """Write a safetensors file atomically."""
     header, ordered = make_header(entries)
     write_pieces(file, header, ordered, advance)
 
 
 def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: Progress = no_progress) -> None:
-    """Write a header and its tensors in their order."""
+    """Write a header and its tensors in order."""
     with finished_file(file) as temporary, temporary.open("wb") as stream:
         stream.write(header)
         for entry in ordered:
@@ -95,14 +95,14 @@ def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: P
 
 
 def header_bytes(file: Path) -> bytes:
-    """Header of a safetensors file with its length before it, byte for byte."""
+    """Return the header of a safetensors file with its length in front, byte for byte."""
     with file.open("rb") as stream:
         length = stream.read(8)
         return length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
 
 
 def entries_of(header: bytes, read: Mapping[str, Callable[[], Iterable[bytes | memoryview]]]) -> Iterator[Entry]:
-    """The tensors that a header lists, in the order in which they lie, with where their bytes come from."""
+    """Yield the tensors of a header in file order, each with the source of its bytes."""
     listed = {name: entry for name, entry in json.loads(header[8:]).items() if name != "__metadata__"}
     for name, entry in sorted(listed.items(), key=lambda item: item[1]["data_offsets"]):
         yield Entry(name, entry["dtype"], tuple(entry["shape"]), read[name])

@@ -1,7 +1,7 @@
 """Find the model that the user named: a folder, or a repository on the Hugging Face Hub.
 
-`find_source` gives a folder with the whole model. `open_model` gives its headers; of a Hub repository that is not
-in the local cache it fetches those alone, so a plan for a model of any size takes seconds.
+`find_source` returns a folder with the whole model. `open_model` returns the headers. If a Hub repository is not in the
+local cache, it downloads only the headers, so a plan for a model of any size takes seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SKIPPED_PATTERNS = [f"*{suffix}" for suffix in OTHER_WEIGHT_SUFFIXES]
 
 @dataclass(frozen=True)
 class Source:
-    """Path and name of a model; only the name is ever recorded."""
+    """The path and the name of a model. Only the name is ever recorded."""
 
     path: Path
     name: str
@@ -32,25 +32,25 @@ class Source:
 
 
 def listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
-    """A list of models or files, of which one may be given without a list."""
+    """Return a list of models or files. A single one may be passed without a list."""
     return [given] if isinstance(given, str | Path) else list(given)
 
 
 def find_source(model: str | Path, revision: str | None = None) -> Source:
-    """Find a model; a Hub repository is downloaded into the local cache, weights in other formats left out."""
+    """Find a model. A Hub repository is downloaded into the local cache without weights in other formats."""
     if (local := _local_source(model)) is not None:
         return local
     from huggingface_hub import snapshot_download
 
-    # honours HF_HUB_OFFLINE, HF_HOME and the other settings of huggingface_hub
+    # huggingface_hub respects HF_HUB_OFFLINE, HF_HOME and its other settings
     with _hub_errors(str(model)):
         folder = Path(snapshot_download(str(model), revision=revision, ignore_patterns=SKIPPED_PATTERNS))
-    # snapshots lie in a folder named after their commit
+    # the folder of a snapshot is named after its commit
     return Source(folder, str(model), folder.name)
 
 
 def find_beside_weights(model: str | Path, revision: str | None = None) -> Path:
-    """Find a model's folder; of a Hub repository all but its weights is downloaded, such as its tokenizer."""
+    """Find a model's folder. A Hub repository is downloaded without its weights, for example for its tokenizer."""
     if (local := _local_source(model)) is not None:
         return local.path
     from huggingface_hub import snapshot_download
@@ -61,7 +61,7 @@ def find_beside_weights(model: str | Path, revision: str | None = None) -> Path:
 
 
 def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, Checkpoint]:
-    """Read a model's config and headers, from a folder or from the Hub; no weight is read or downloaded."""
+    """Read a model's config and headers from a folder or from the Hub. No weights are read or downloaded."""
     if (local := _local_source(model)) is not None:
         return local, open_checkpoint(local.path)
     return _cached_model(str(model), revision) or _remote_model(str(model), revision)
@@ -87,7 +87,7 @@ def _cached_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint] 
             folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
             return Source(folder, repo, folder.name), open_checkpoint(folder)
         except (LocalEntryNotFoundError, CheckpointError):
-            return None  # nothing cached, or a part of it
+            return None  # not cached, or only in part
 
 
 def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
@@ -98,14 +98,14 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
         info = api.model_info(repo, revision=revision)
         files = sorted(sibling.rfilename for sibling in info.siblings or ())
         refuse_extract(repo, files)
-        # the model's own code runs only where it is trusted, and then it has to be there
+        # the model's code is needed if it is trusted to run
         small = [file for file in (CONFIG_FILE, MANIFEST_FILE, *filter(is_code, files)) if file in files]
         folders = [Path(hf_hub_download(repo, file, revision=info.sha)).parent for file in small]
         if not folders:
             raise CheckpointError(Problem("repository-without-config", repo))
         headers = api.get_safetensors_metadata(repo, revision=info.sha).files_metadata
     tensors = {
-        # offsets are those inside the data, as the weights are not read
+        # offsets are relative to the data section, because the weights are not read
         name: TensorInfo(name, file, tensor.dtype, tuple(tensor.shape), begin, end - begin)
         for file, header in headers.items()
         for name, tensor in header.tensors.items()
@@ -123,7 +123,7 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
 
 
 def is_code(file: str) -> bool:
-    """Whether a file of a repository is Python code that transformers may import."""
+    """Return True if a file of a repository is Python code that transformers may import."""
     return file.endswith(".py") and "/" not in file
 
 
@@ -137,6 +137,6 @@ def _hub_errors(repo: str) -> Iterator[None]:
         raise CheckpointError(Problem("repository-without-safetensors", repo)) from error
     except CheckpointError:
         raise
-    except Exception as error:  # its HTTP library, and so its errors, differ by release
+    except Exception as error:  # the HTTP library, and so its errors, depend on the release
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(Problem("repository-unreachable", repo, error=reason)) from error

@@ -1,4 +1,4 @@
-"""Whole or absent: write a folder under a temporary name, and give it its final name when it is complete.
+"""Atomic writing of folders: under a temporary name, and renamed when complete.
 
 Inputs are never opened for writing.
 """
@@ -25,7 +25,7 @@ from scale_surgery.errors import CheckpointError, Problem, SurgeryError
 
 
 def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
-    """Check that a folder can be written without touching anything else, before any work is done."""
+    """Check before any work that a folder can be written without touching anything else."""
     with reached(target):
         problems = _target_problems(target, sources, overwrite=overwrite)
     if problems:
@@ -49,14 +49,14 @@ def _target_problems(target: Path, sources: list[Path], *, overwrite: bool) -> l
 
 
 def check_output_files(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> None:
-    """Check that files can be written and are no inputs, before any work is done."""
+    """Check before any work that files can be written and are not inputs."""
     problems = output_file_problems(files, inputs)
     if problems:
         raise CheckpointError(*problems)
 
 
 def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Path]) -> list[Problem]:
-    """Problems with files to be written; see `check_output_files`."""
+    """Return the problems of output files; see `check_output_files`."""
     places = {file: file.resolve() for file in files if file is not None}
     problems = [
         Problem("output-file-is-input", file, input=source)
@@ -78,11 +78,11 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
 
 
 def touches(path: Path, source: Path) -> bool:
-    """Whether to write a path would write an input."""
+    """Return True if writing to a path would modify an input."""
     written, read = path.resolve(), source.resolve()
     if written == read or written.is_relative_to(read) or read.is_relative_to(written):
         return True
-    # files of the input may be links, as in the Hub's cache
+    # input files may be links, as in the Hub's cache
     return written.is_dir() and any(file.resolve().is_relative_to(written) for file in source.rglob("*"))
 
 
@@ -104,7 +104,7 @@ def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[Problem]:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether a folder's config.json is one of a model; other programs call their files so too."""
+    """Return True if a folder's config.json describes a model. Other programs use the same file name."""
     file = folder / CONFIG_FILE
     try:
         return file.is_file() and "model_type" in read_json(file)
@@ -117,12 +117,12 @@ def _partial(target: Path) -> Path:
 
 
 def _state_file(target: Path) -> Path:
-    # beside the unfinished folder, so that no name in it is reserved
+    # next to the unfinished folder, so that no name inside it is reserved
     return target.parent / f".{target.name}.partial.json"
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
-    """Check that the disk has room."""
+    """Check that the disk has enough free space."""
     parent = next(folder for folder in target.resolve().parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
@@ -139,24 +139,27 @@ def staged(
     keeps_refused: bool = False,
     is_locked: bool = False,
 ) -> Iterator[Path]:
-    """Give a folder to write into; when the block ends well it becomes `target`, otherwise `target` is untouched."""
-    # `is_locked`: the caller holds the lock of `target`, and goes on writing it
+    """Yield a folder to write into, and rename it to `target` at the end.
+
+    If the block fails, `target` is not changed.
+    """
+    # `is_locked`: the caller holds the lock of `target`, and continues to write it
     partial, stamps = _partial(target), read or {}
     try:
         with contextlib.nullcontext() if is_locked else locked(target):
             for beside in names_beside(target):
                 remove_unfinished_of(beside)
             settle(target, overwrite=overwrite)
-            # after an interruption the folder stays: the next run with the same `state` and the same files to `read`
-            # continues from the finished files, any other run starts anew
+            # after an interruption the folder remains: the next run with the same `state` and the same input files
+            # `read` reuses the finished files; any other run starts over
             _prepare(target, state, stamps)
-            # after a refusal it is removed, unless `keeps_refused`: the input that was refused has to change; a change
-            # of a file of `read` meanwhile is an error
+            # after a rejection the folder is removed, unless `keeps_refused`, because the rejected input has to change;
+            # a change of a file in `read` during the run is an error
             with _cleared(target, keeps_refused=keeps_refused), _unchanged(stamps):
                 yield partial
                 sync_folder(partial)
             _rename(partial, target, overwrite=overwrite)
-            with contextlib.suppress(OSError):  # the folder is whole; the next run of it tries again
+            with contextlib.suppress(OSError):  # the folder is complete; the next run retries
                 _state_file(target).unlink()
     except OSError as error:
         code = "output-disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "output-unwritten"
@@ -166,11 +169,11 @@ def staged(
 
 @contextlib.contextmanager
 def _cleared(target: Path, *, keeps_refused: bool) -> Iterator[None]:
-    """Remove the unfinished folder after a refusal."""
+    """Remove the unfinished folder after a rejection."""
     try:
         yield
     except SurgeryError:
-        # with no file in it there is nothing to continue
+        # without files in it there is nothing to continue
         if not keeps_refused or not any(path.is_file() for path in _partial(target).rglob("*")):
             shutil.rmtree(_partial(target), ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -180,7 +183,10 @@ def _cleared(target: Path, *, keeps_refused: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(stamps: Stamps) -> Iterator[None]:
-    """Check at the end that input files are unchanged; also after an error, which a change may have caused."""
+    """Check at the end that input files are unchanged.
+
+    It also checks after an error, because a changed file may have caused it.
+    """
     try:
         yield
     except Exception as error:
@@ -193,7 +199,7 @@ def _unchanged(stamps: Stamps) -> Iterator[None]:
 
 
 def _prepare(target: Path, state: Mapping[str, Any], stamps: Stamps) -> None:
-    # hard links of an interrupted run change other times of a file, not its size and time of writing
+    # hard links of an interrupted run change the ctime of a file, but not its size and mtime
     read = {"read": {str(file): [stamp.bytes, stamp.written] for file, stamp in stamps.items()}} if stamps else {}
     wanted = json.dumps({**state, **read}, sort_keys=True)
     partial, state_file = _partial(target), _state_file(target)
@@ -217,7 +223,7 @@ def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until every file of a folder, and their names, are on disk."""
+    """Wait until every file of a folder and its name are on disk."""
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)

@@ -1,9 +1,9 @@
-"""Files that a trainer leaves beside a model: numbers from JSON, and names of files that are not read.
+"""Files that a trainer saves with a model: numbers from JSON, and names of files that are not read.
 
 trainer_state.json     steps, epochs, and a log of losses (transformers, TRL)
-training_args.json     settings, where somebody wrote them as JSON
-training_args.bin      a pickle, which can run code when it is read: named and never opened
-chat_template.jinja    the tokenizer's, where a trainer gave it one
+training_args.json     settings, if they were saved as JSON
+training_args.bin      a pickle, which can run code when it is loaded: listed and never opened
+chat_template.jinja    the chat template of the tokenizer, if it has one
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from scale_surgery.errors import CheckpointError
 STATE_FILE = "trainer_state.json"
 ARGUMENTS_FILE = "training_args.json"
 TEMPLATE_FILE = "chat_template.jinja"
-# arguments in another form, and states of optimizer, schedule, scaler and random generators
+# arguments in other formats, and states of optimizer, schedule, scaler and random generators
 NOT_READ = re.compile(r"training_args\.(?!json$)\w+|(optimizer|scheduler|scaler|rng_state|random_states)\w*\.\w+")
 STEP = "global_step"
 
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """Numbers of a trainer, and its files.
+    """The numbers and the files that a trainer saved.
 
     Attributes:
         state: Numbers of its state, such as global_step and epoch.
         settings: Numbers of its arguments.
         log: Numbers of its log, in order.
         read: Files that were read.
-        not_read: Files that were not.
+        not_read: Files that were not read.
     """
 
     state: Mapping[str, float] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class LeftBehind:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps, where it says so."""
+        """The number of optimizer steps, or None if it is not recorded."""
         return int(self.state[STEP]) if STEP in self.state else None
 
 
 def read_left_behind(path: Path) -> LeftBehind:
-    """Read a trainer's state and arguments from a folder; files that are no JSON are skipped."""
+    """Read a trainer's state and arguments from a folder. Invalid JSON files are skipped."""
     contents = {name: content for name in (STATE_FILE, ARGUMENTS_FILE) if (content := _read(path / name)) is not None}
     state = contents.get(STATE_FILE, {})
     history = state.get("log_history")
@@ -69,7 +69,7 @@ def read_left_behind(path: Path) -> LeftBehind:
 
 
 def chat_template(checkpoint: Checkpoint) -> Any:
-    """The chat template of a tokenizer; None where it has none."""
+    """Return the chat template of a tokenizer, or None if it has none."""
     if TEMPLATE_FILE in checkpoint.side_files:
         return read_text(checkpoint, TEMPLATE_FILE)
     return (_read(checkpoint.path / TOKENIZER_CONFIG_FILE) or {}).get("chat_template")

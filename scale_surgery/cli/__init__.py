@@ -1,4 +1,4 @@
-"""The command line: a module for each command; program.py groups them."""
+"""The command line: a module per command. The module `program` groups them."""
 
 from scale_surgery.cli.program import main
 

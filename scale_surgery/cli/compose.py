@@ -84,7 +84,7 @@ def compose_command(
 def router_of_composition(
     base: str, prior: tuple[str, ...] | None, switch_rate: float | None, *, changes: bool
 ) -> Router | None:
-    """How paths are mixed, from command line options; None where nothing is said."""
+    """Return the router of a composition from command line options, or None if no option is given."""
     from scale_surgery.checkpoint.names import MANIFEST_FILE
     from scale_surgery.checkpoint.sources import find_source
     from scale_surgery.modeling.expanded_routers import PosteriorRouter
@@ -100,8 +100,8 @@ def router_of_composition(
         ) from error
     path = find_source(base).path
     before = read_manifest(path).routing if (path / MANIFEST_FILE).is_file() else None
-    # an expanded folder may have a switch rate, which stays where none is given
+    # the switch rate of an expanded folder is kept if none is given
     usual = before if isinstance(before, PosteriorRouter) else PosteriorRouter()
     rate = usual.switch_rate if switch_rate is None else switch_rate
-    # where expansions are added or removed, all paths are alike again
+    # added or removed expansions reset all weights to equal
     return PosteriorRouter(weights or (None if changes else usual.prior), rate)

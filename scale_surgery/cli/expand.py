@@ -69,7 +69,7 @@ def expand_command(
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.surgery.expand import default_output, expand
 
-    # --dtype is that of the new tensors
+    # --dtype is the dtype of the new tensors, not of the run
     run = take_fields(RunOptions, options, "device", "trust_remote_code")
     tokens = take_fields(TokenSource, options)
     how = {name: options.pop(name) for name in ("base_weights", "overwrite")}
@@ -77,7 +77,7 @@ def expand_command(
     if (request is None) == (plan_file is None):
         raise click.UsageError("Give --layers or new tokens, or --plan with a saved plan, one of the two.")
     if request is not None:
-        # its new tokens were tried when they were found
+        # its new tokens were tested when they were found
         source, checkpoint = open_model(model, revision)
         made = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run, track=out.track)
     elif plan_file is not None:
@@ -86,7 +86,7 @@ def expand_command(
         out.show(made, render_plan(made))
         out.suggest(expand_command(model, made, tokens, revision, plan_file))
         return
-    # nobody reads a plan first, to learn then that it cannot be written
+    # check the target first, before the user reads a plan that cannot be written
     target = default_output(made) if output is None else output
     read = [Path(model), *paths_of_tokens(tokens), *filter(None, [plan_file])]
     check_target(target, [path for path in read if path.exists()], overwrite=how["overwrite"])

@@ -30,7 +30,7 @@ Decorator = Callable[..., Any]
 
 
 def asking_options(command: Decorator) -> Decorator:
-    """Add how a model is asked, how answers are drawn, and how it runs."""
+    """Add options for prompting, sampling and running a model."""
     compare = click.option(
         "--compare", is_flag=True, help="Let the base of an expanded model answer too, side by side with it."
     )
@@ -39,7 +39,7 @@ def asking_options(command: Decorator) -> Decorator:
 
 
 def look_options(command: Decorator) -> Decorator:
-    """Add how answers are shown."""
+    """Add options for showing answers."""
     paths = click.option(
         "--paths/--no-paths",
         default=None,

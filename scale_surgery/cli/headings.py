@@ -1,4 +1,4 @@
-"""Help with headings: what a command is mostly typed with stands first, the rest below, by subject."""
+"""Help with headings: the most used options of a command first, the rest below by subject."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-# names of options, which mean the same in every command; what stands nowhere is under More options
+# names of options, which mean the same in every command; unlisted options are under More options
 SUBJECTS: Mapping[str, Sequence[str]] = {
     "New blocks": (
         *("name", "collaborative_layers", "collaborate", "up_width", "up_kv_heads", "up_inner_width", "copies"),
@@ -20,7 +20,7 @@ SUBJECTS: Mapping[str, Sequence[str]] = {
     ),
     "Answers": ("system", "raw", "expansion", "max_new_tokens", "temperature", "top_p", "top_k"),
 }
-# of every command; in one with few options, which does not say which come first, all others are under Options
+# options of every command; in a command without `first`, all others are under Options
 COMMON: Mapping[str, Sequence[str]] = {
     "Files": ("resume", "overwrite", "base_weights", "cache_dir"),
     "Model and device": ("revision", "device", "dtype", "memory_bytes", "trust_remote_code"),
@@ -29,14 +29,14 @@ COMMON: Mapping[str, Sequence[str]] = {
 
 
 class Headed(click.Command):
-    """A command whose help has headings; the options that `first` names stand first, in this order."""
+    """A command with headings in its help. Options in `first` come first, in this order."""
 
     def __init__(self, *arguments: Any, first: Sequence[str] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.first = first
 
     def heading_of(self, option: click.Option) -> str:
-        """The heading under which an option stands."""
+        """Return the heading of an option."""
         if option.name in self.first:
             return "Options"
         if "--help" in option.opts:
@@ -46,7 +46,7 @@ class Headed(click.Command):
         return next((heading for heading, names in headings.items() if option.name in names), usual)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, by heading."""
+        """Write the options by heading."""
         rows: dict[str, list[tuple[str, str]]] = {
             heading: [] for heading in ("Options", "More options", *SUBJECTS, *COMMON)
         }

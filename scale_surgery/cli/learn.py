@@ -30,7 +30,7 @@ from scale_surgery.training.settings import TrainingSettings
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
-# options that have a name of their own here, by section; every other setting is reached by --set
+# settings with their own option, by section; all others are set by --set
 EXPANSION, RANKING = ("layers", "name"), ("budget",)
 TRAINING = ("steps", "epochs", "learning_rate", "sequence_length", "batch_size", "rehearse")
 TOP = ("processes", "accelerate_config")
@@ -43,13 +43,16 @@ HELPS = {
     "--layers, a pilot chooses.",
     "learning_rate": "Highest learning rate of all tensors, reached after the warm-up.",
 }
-# a preset has others than a single command
+# a preset has other defaults than the single commands
 USUAL = dict.fromkeys(("epochs", "batch_size"), "that of the preset")
 USUAL |= {"learning_rate": "by the width of the model"}
 
 
 def settings_from(options: dict[str, Any]) -> dict[str, Any]:
-    """Settings that were given, by their names in a recipe: options, then those of --set, then those of the recipe."""
+    """Return the given settings, by their names in a recipe.
+
+    --set overrides options, and options override the recipe.
+    """
     from scale_surgery.learning.recipe import missing_settings, preset_problems
     from scale_surgery.learning.recipe_file import read_recipe
 
@@ -57,7 +60,7 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
     settings = {} if recipe is None else read_recipe(recipe)
     settings |= {name: value for name in ("model", "preset") if (value := options.pop(name)) is not None}
     settings |= _from_options(options) | read_settings(given)
-    # a recipe may give them as well as the command line
+    # checked after merging, because the recipe may also set them
     if problems := [*missing_settings(settings), *preset_problems(settings.get("preset"))]:
         raise click.UsageError("\n".join(render(problems)))
     return settings
@@ -67,7 +70,7 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for section, names in SHORT.items():
         values = {f"{section}.{name}": options.pop(name) for name in names}
-        # a flag that was not given is False; 0 equals it, and was given
+        # False is a flag that was not given; 0 equals False, but was given
         settings |= {name: value for name, value in values.items() if value is not None and value is not False}
     texts = {name: tuple(map(str, options.pop(name))) for name in ("data", "old")}
     settings |= {name: files for name, files in texts.items() if files}
@@ -119,7 +122,7 @@ def learn_command(
     Recipes: scale-surgery learn MODEL --data FILE --write-recipe r.yaml
              scale-surgery learn --recipe r.yaml -o OUT
     """
-    started = time.monotonic()  # imports are a part of what a user waits for
+    started = time.monotonic()  # the time includes imports, because the user waits for them too
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.learning.learn import JobEvents, default_output, inputs_of, prepare, resolve_recipe, run
     from scale_surgery.learning.recipe_file import write_recipe as write
@@ -132,7 +135,7 @@ def learn_command(
         render_stage,
     )
 
-    # a scheduler that ends a job is answered like somebody at the keyboard
+    # SIGTERM from a scheduler is handled like Ctrl-C
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     recipe_file = options["recipe"]
     resolved = resolve_recipe(settings_from(options))

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what turns errors into one line."""
+"""Shared options of commands, and the conversion of errors to one line."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 Made = TypeVar("Made")
-# help of --trust-remote-code where facts about a base model are needed
+# help of --trust-remote-code in commands that read facts about a base model
 BASE_CODE = "Let MODEL run its own code, where transformers has no such model or its tokenizer is a custom one."
-# and where no model runs
+# the same in commands that run no model
 TOKENIZER_CODE = "Allow a custom tokenizer to run code from its folder or repository."
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -40,7 +40,7 @@ OLD_HELP = f"Text with what the base knows; can be repeated. {NO_OLD_TEXT}"
 
 
 def add_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
-    """Add options to a command; its help lists them in this order."""
+    """Add options to a command. Its help lists them in this order."""
     for option in reversed(options):
         command = option(command)
     return command
@@ -53,22 +53,22 @@ def options_from(
     helps: Mapping[str, str] | None = None,
     usual: Mapping[str, str] | None = None,
 ) -> Callable[[Command], Command]:
-    """Make options of a dataclass: types, choices, defaults and help are read from it."""
+    """Make options from a dataclass: its types, choices, defaults and help."""
     fields = fields_of(owner)
-    # each by field: how a flag of two names is written, such as `--private/--public`, and where a command means
-    # something else than the dataclass, its help and its default
+    # by field: the declaration of a flag with two names, such as `--private/--public`; and help and default, if the
+    # command differs from the dataclass
     given = (declared or {}, helps or {}, usual or {})
     chosen = names or [name for name, field in fields.items() if field.has_option]
 
     def add(command: Command) -> Command:
-        # what is not given is None, so that a command can tell what was said and what was not
+        # omitted options are None, so that a command knows which ones were given
         return add_options(command, [_option(fields[name], *given) for name in chosen])
 
     return add
 
 
 def set_option(owner: type, without: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Add --set KEY=VALUE, which fills the fields of a dataclass that have no option of their own."""
+    """Add --set KEY=VALUE, which fills the fields of a dataclass without their own option."""
     known = fields_of(owner).items()
     fields = {name: field for name, field in known if not field.has_option and field.is_plain and name not in without}
 
@@ -94,7 +94,7 @@ def _equals(default: Any) -> str:
 
 
 def read_settings(given: Sequence[str]) -> dict[str, Any]:
-    """Read KEY=VALUE of --set; values are written as in YAML."""
+    """Parse KEY=VALUE of --set. Values are YAML."""
     import yaml
 
     from scale_surgery.checkpoint.plain_yaml import PlainLoader
@@ -132,7 +132,7 @@ def _option(
 
 
 def as_list(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Any:
-    """Read a list that is written with commas; an empty text stays one, which no command takes for a list."""
+    """Parse a comma-separated list. An empty string is returned as it is, so that a command rejects it."""
     return text and tuple(map(str.strip, text.split(",")))
 
 
@@ -145,7 +145,7 @@ def _default(field: Field) -> str:
 
 
 def _help(field: Field, line: str, default: str) -> str:
-    """A line of help with choices, default and range, as click shows those of its own."""
+    """Return a line of help with choices, default and range, in click's format."""
     choices = f"some of {', '.join(field.choices)}" if field.kind is tuple and field.choices else ""
     parts = [choices, f"default: {default}" if default else "", "" if field.range is None else field.range.bounds]
     extra = "; ".join(filter(None, parts))
@@ -153,23 +153,23 @@ def _help(field: Field, line: str, default: str) -> str:
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that were given, without those that were not."""
+    """Return the options that were given."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def named(names: Iterable[str]) -> str:
-    """Names of options as they are written, one after the other."""
+    """Return the names of options as typed, separated by commas."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def model_options(command: Command) -> Command:
-    """Add what says which model is meant."""
+    """Add the model argument and its revision."""
     command = click.option("--revision", help="Branch, tag or commit of a Hub repository.")(command)
     return click.argument("model")(command)
 
 
 def stop(out: Output, error: BaseException, *problems: Problem, debug: bool) -> None:
-    """Say what went wrong and exit with 1."""
+    """Print an error and exit with 1."""
     out.fail(*render(problems), trace=traceback.format_exc() if debug else "")
     out.show_error(type(error).__name__, problems)
     sys.exit(1)
@@ -177,8 +177,8 @@ def stop(out: Output, error: BaseException, *problems: Problem, debug: bool) -> 
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """Drop what libraries warn of, by Python's warnings or by a logger; their errors are said."""
-    # torch's own code in C++ reads this when it is imported
+    """Silence warnings of libraries, by Python's warnings or by loggers. Errors are still shown."""
+    # torch's C++ code reads this on import
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -192,7 +192,7 @@ def no_warnings() -> Iterator[None]:
 
 @contextmanager
 def own_warnings(warn: Callable[[str], None]) -> Iterator[None]:
-    """Print warnings of this package as a command's own; those of libraries stay as they are."""
+    """Print warnings of this package as the command's own. Warnings of libraries are unchanged."""
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
@@ -208,7 +208,10 @@ def own_warnings(warn: Callable[[str], None]) -> Iterator[None]:
 
 
 def output_options(command: Command) -> Command:
-    """Add --json, --quiet and --debug; give the command an `Output`; turn known errors into one line."""
+    """Add --json, --quiet and --debug.
+
+    The command receives an `Output`, and known errors are printed as one line.
+    """
 
     @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
     @click.option("-q", "--quiet", is_flag=True, help="Show no progress and no warnings.")
@@ -219,7 +222,7 @@ def output_options(command: Command) -> Command:
 
         out = Output(as_json=as_json, quiet=quiet)
         if quiet or not sys.stderr.isatty():
-            # the Hub's client, transformers and datasets show bars of their own, and read these when they are imported
+            # huggingface_hub, transformers and datasets have their own bars, and read these variables on import
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         try:
@@ -232,7 +235,7 @@ def output_options(command: Command) -> Command:
         except KeyboardInterrupt as error:
             stop(out, error, Problem("interrupted"), debug=debug)
         except Exception as error:
-            # other programs' errors: a device that is not there, memory that ran out, a file that cannot be written
+            # errors of other libraries: a missing device, out of memory, a file that cannot be written
             kind = type(error).__name__
             problem = Problem("out-of-memory" if is_out_of_memory(error) else "unforeseen", kind=kind, error=error)
             stop(out, error, problem, debug=debug)
@@ -241,7 +244,7 @@ def output_options(command: Command) -> Command:
 
 
 def overwrite_options(command: Command) -> Command:
-    """Add how base files are taken over, and whether a target may be replaced."""
+    """Add options for copying base files and for overwriting the target."""
     weights = click.option(
         "--base-weights",
         type=click.Choice(get_args(BaseWeights)),
@@ -255,7 +258,7 @@ def overwrite_options(command: Command) -> Command:
 
 
 def overwrite_option(command: Command) -> Command:
-    """Add whether a target may be replaced."""
+    """Add the option to overwrite the target."""
     overwrite = click.option(
         "--overwrite", is_flag=True, help="Replace an existing output folder, once the new one is complete."
     )
@@ -263,7 +266,7 @@ def overwrite_option(command: Command) -> Command:
 
 
 def parse_size(text: str) -> int:
-    """Read a size such as 4GiB, 500MB or 2000000 as bytes."""
+    """Parse a size such as 4GiB, 500MB or 2000000 as a number of bytes."""
     units = {"GIB": 1024**3, "MIB": 1024**2, "KIB": 1024, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
     upper = text.strip().upper()
     unit = next((unit for unit in units if upper.endswith(unit)), "")
@@ -278,28 +281,28 @@ def parse_size(text: str) -> int:
 
 
 def take_fields(kind: Callable[..., Made], options: dict[str, Any], *names: str) -> Made:
-    """Fill a dataclass from those options of a command that bear its fields' names, or these, and take them out."""
+    """Fill a dataclass from the options with its field names, or from `names`, and remove them from `options`."""
     chosen = names or [field.name for field in fields(kind)]  # type: ignore[arg-type]
     taken = {name: options.pop(name) for name in chosen if name in options}
-    # an option that was not given is None and leaves the dataclass's default
+    # None is an option that was not given; the dataclass's default applies
     return kind(**{name: value for name, value in taken.items() if value is not None})
 
 
 def run_options(*names: str, code: str, helps: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
-    """Add options that say how models run; `code` says whose code --trust-remote-code runs."""
+    """Add options for running models. `code` is the help of --trust-remote-code."""
     help_texts = {**(helps or {}), "trust_remote_code": code}
-    # what each operation takes where none is given
+    # the default of each operation
     usual = {"batch_size": str(WINDOWS)}
     return options_from(RunOptions, *names, "trust_remote_code", helps=help_texts, usual=usual)
 
 
 def code_of(models: str) -> str:
-    """Help of --trust-remote-code where models run."""
+    """Return the help of --trust-remote-code in commands that run models."""
     return f"Run the model code in {models} instead of this program's own."
 
 
 def running_options(command: Command) -> Command:
-    """Add how models run on probe prompts."""
+    """Add options for running models on probe prompts."""
     memory = click.option(
         "--memory",
         "memory_bytes",
@@ -313,7 +316,7 @@ def running_options(command: Command) -> Command:
 
 
 def reading_options(models: str) -> Callable[[Command], Command]:
-    """Add how texts are read by models, which the help calls `models`."""
+    """Add options for reading texts by models, which the help calls `models`."""
     context = f"the shortest context length of {models}" if models == "MODELS" else f"the context length of {models}"
     windows = [
         click.option(

@@ -1,6 +1,6 @@
 """The command plan: parse, call one function, hand its result to the console.
 
-What a request is made of stands here; expand has the same options.
+It also defines the options of a request, which `expand` shares.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def request_options(command: Command) -> Command:
-    """Add what an expansion is made of."""
+    """Add the options of a request."""
     return add_options(command, [options_from(Request), options_from(TokenSource), set_option(Request)])
 
 
@@ -43,7 +43,7 @@ LEFT_OUT = "other weight formats and links out of the folder are not taken along
 
 
 def paths_of_tokens(wanted: TokenSource) -> list[Path]:
-    """What is read to find new tokens."""
+    """Return the paths of all files that are read for new tokens."""
     from scale_surgery.text.sources import paths_of
 
     return [*map(Path, filter(None, [wanted.token_file])), *paths_of(wanted.token_texts)]
@@ -52,7 +52,7 @@ def paths_of_tokens(wanted: TokenSource) -> list[Path]:
 def make_request(
     options: dict[str, Any], wanted: TokenSource, model: str, revision: str | None, run: RunOptions, out: Output
 ) -> Request | None:
-    """A request from command line options; None where neither layers nor new tokens were given."""
+    """Return a request from command line options, or None if neither layers nor new tokens are given."""
     from scale_surgery.running.learned_tokens import ChosenTokens
     from scale_surgery.running.new_tokens import find_new_tokens
     from scale_surgery.show.tables import render_chosen_tokens

@@ -1,4 +1,4 @@
-"""The command line: a group of commands, each in a module of its own, which is imported when it is called."""
+"""The command line: a group of commands, each in its own module, which is imported when the command is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-# each command with what fits into one line of their list
+# each command with its line in the list of commands
 SUMMARIES = {
     "adopt": "Make an expanded model of what another trainer saved.",
     "apply": "Put extracted new tensors back on their base model.",
@@ -42,7 +42,7 @@ SUMMARIES = {
 
 
 class Commands(Mapping[str, click.Command]):
-    """The commands by name; each is imported when it is asked for, since all of them take longer than `strip` does."""
+    """The commands by name. Each is imported on use, because importing all takes longer than running `strip`."""
 
     def __getitem__(self, name: str) -> click.Command:
         summary, module = SUMMARIES[name], name.replace("-", "_")
@@ -59,13 +59,13 @@ class Commands(Mapping[str, click.Command]):
 
 @contextmanager
 def visible_usage() -> Iterator[None]:
-    """Show control characters of what was typed by signs: a name that a shell filled in may hold any."""
+    """Show control characters in usage errors as signs: shell completion may insert any file name."""
     try:
         yield
     except click.UsageError as error:
         from scale_surgery.show.visible import visible_text
 
-        # click indents choices by tabs
+        # click indents choices with tabs
         message = error.format_message().expandtabs(4)
         if (shown := visible_text(message)) == message:
             raise
@@ -73,10 +73,10 @@ def visible_usage() -> Iterator[None]:
 
 
 class Program(click.Group):
-    """The commands, whose complaints about usage hold no control characters."""
+    """A group of commands. Usage errors contain no control characters."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the options before a command."""
+        """Parse the options before a command."""
         with visible_usage():
             return super().parse_args(ctx, args)
 
@@ -86,7 +86,7 @@ class Program(click.Group):
             formatter.write_dl(list(SUMMARIES.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Read the arguments of a command, and run it."""
+        """Parse the arguments of a command, and run it."""
         with visible_usage():
             return super().invoke(ctx)
 
@@ -130,8 +130,11 @@ def main() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open the streams that a caller closed, on nothing: the next file would get their number, and what is written."""
+    """Open closed standard streams on the null device.
+
+    Otherwise the next opened file would get their number, and receive their output.
+    """
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
-            # open as long as the process runs
+            # stays open for the whole process
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115

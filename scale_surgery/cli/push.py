@@ -69,7 +69,7 @@ def push_command(
     if done.commit is not None:
         out.suggest(shlex.join(["hf", "download", repo, "--local-dir", repo.rpartition("/")[2]]))
     elif done.obstacle is None:
-        # flags of two names: the other one is not --no-NAME
+        # flags with two names: the negative is not --no-NAME
         flags = [] if how.private is None else ["--private" if how.private else "--public"]
         flags += [] if how.check else ["--no-verify"]
         out.suggest(command("push", folder, repo, *changed_options(how, Push(), {"private", "check"}), *flags))

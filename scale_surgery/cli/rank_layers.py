@@ -27,7 +27,7 @@ from scale_surgery.training.ranking import RankingSettings
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
-# which layers get W12 is said once layers are chosen; a name costs nothing, and new tokens are no part of a layer
+# layers with W12 are chosen after the ranking; a name costs nothing, and new tokens are not part of a layer
 WITHOUT = ("name", "collaborative_layers", "new_tokens_init")
 EXPANSION = tuple(name for name, field in fields_of(Request).items() if field.has_option and name not in WITHOUT)
 EXPANSION_HELPS = {
@@ -44,7 +44,7 @@ EXPANSION_HELPS = {
 )
 @options_from(RankingSettings, *fields_of(RankingSettings))
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
-# --seed is the pilot's; that of new tensors is said where these are made
+# --seed is the seed of the pilot; the seed of new tensors is an option of expand
 @set_option(Request, without=("seed",))
 @files_option(
     ".json",
@@ -77,7 +77,7 @@ def rank_layers_command(
 
     check_output_files(outputs, [model, *paths_of(data)])
     settings = take_fields(RankingSettings, options)
-    # --dtype is that of the new tensors
+    # --dtype is the dtype of the new tensors, not of the run
     run = take_fields(RunOptions, options, "device", "trust_remote_code")
     revision = options.pop("revision")
     request = Request(**{"layers": "all"} | given(options))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def make_routing(router: str, options: dict[str, Any]) -> Router | None:
-    """How to route, from command line options, None for not at all; an option of another router is refused."""
+    """Return the router from command line options; None removes it. Options of other routers are rejected."""
     settings = given(options)
     known = [field.name for field in fields(ROUTERS[router])] if router in ROUTERS else []
     if foreign := [name for name in settings if name not in known]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def read_sides(given: tuple[str, ...]) -> dict[str, list[str]]:
-    """Read `old=FILE` and `new=FILE`."""
+    """Parse `old=FILE` and `new=FILE`."""
     sides: dict[str, list[str]] = {"old": [], "new": []}
     for text in given:
         side, separator, file = text.partition("=")
@@ -94,7 +94,7 @@ def train_command(
     from scale_surgery.show.tables import render_schedule, render_training
     from scale_surgery.training.train import train
 
-    # a scheduler that ends a job is answered like somebody at the keyboard
+    # SIGTERM from a scheduler is handled like Ctrl-C
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = take_fields(TrainingSettings, options)
     done = train(

@@ -1,4 +1,4 @@
-"""A base's tokenizer that can take tokens, and the same with new ones, loaded as a user would load it."""
+"""The tokenizer of a base, without and with new tokens, loaded as a user would load it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scale_surgery.running.tokenizer import VOCABULARY_FILES, load_tokenizer
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """Ids, kind of model, prefix of continuing pieces and number of merges of a tokenizer.json."""
+    """The ids, the model type, the prefix of continuing pieces and the number of merges of a tokenizer.json."""
 
     ids: Mapping[str, int]
     kind: str
@@ -32,7 +32,10 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class BaseTokenizer:
-    """A base's tokenizer: the bytes of its tokenizer.json, its facts, and as it loads; `rows` are its embedding's."""
+    """A base's tokenizer: the bytes and facts of its tokenizer.json, and the loaded object.
+
+    `rows` is the number of rows of the embedding.
+    """
 
     path: Path
     rows: int
@@ -42,7 +45,7 @@ class BaseTokenizer:
 
 
 def open_base(model: Path, loaded: Any | None, rows: int) -> BaseTokenizer:
-    """Open a base's tokenizer that can take tokens."""
+    """Open a base's tokenizer, and check that it can take new tokens."""
     file = model / TOKENIZER_FILE
     if not file.is_file():
         raise CheckpointError(Problem("tokenizer-json-missing", model))
@@ -54,7 +57,7 @@ def open_base(model: Path, loaded: Any | None, rows: int) -> BaseTokenizer:
     text = read_bytes(file)
     facts = facts_of(text)
     known, used = facts.ids, loaded.get_vocab()
-    # equal dicts compare in a tenth of the time
+    # comparing equal dicts takes a tenth of the time of the union
     both = {} if known == used else {**known, **used}
     if differing := [token for token in both if known.get(token) != used.get(token)]:
         names = sorted(map(repr, differing))
@@ -67,13 +70,13 @@ def open_base(model: Path, loaded: Any | None, rows: int) -> BaseTokenizer:
 
 
 def read_tokenizer(file: Path) -> dict[str, Any]:
-    """Parse a tokenizer.json that the library can read."""
+    """Parse a tokenizer.json, and check that the tokenizers library can read it."""
     from tokenizers import Tokenizer
 
     content = read_json(file)
     try:
         Tokenizer.from_str(json.dumps(content))
-    except Exception as error:  # the library raises it bare
+    except Exception as error:  # the library raises bare exceptions
         raise CheckpointError(Problem("tokenizer-json-unreadable", file, error=error)) from error
     return content
 
@@ -98,7 +101,7 @@ def extend(base: BaseTokenizer, new: NewTokens, run: RunOptions) -> Any:
 
 
 def load_extended(base: BaseTokenizer, new: NewTokens, text: bytes, run: RunOptions) -> Any:
-    """Load the base's tokenizer with this tokenizer.json, which has new tokens, as from a folder."""
+    """Load the base's tokenizer with a tokenizer.json that includes the new tokens, as from a folder."""
     with scratch_folder() as folder:
         for name in (CONFIG_FILE, TOKENIZER_CONFIG_FILE, *VOCABULARY_FILES):
             if (base.path / name).is_file():
@@ -114,7 +117,7 @@ def load_extended(base: BaseTokenizer, new: NewTokens, text: bytes, run: RunOpti
 
 
 def check_as_before(base: BaseTokenizer, extended: Any, new: NewTokens) -> None:
-    """Check that every old token keeps its id, and that each new one has its own."""
+    """Check that every old token keeps its id, and that each new token has its own."""
     now = extended.get_vocab()
     wanted = {**base.facts.ids} | {token: base.rows + place for place, token in enumerate(new.tokens)}
     moved = [token for token, id_ in wanted.items() if now.get(token) != id_]
@@ -125,6 +128,6 @@ def check_as_before(base: BaseTokenizer, extended: Any, new: NewTokens) -> None:
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text alone, without what a tokenizer puts around it."""
+    """Return the ids of a text without special tokens around it."""
     ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     return ids

@@ -1,4 +1,4 @@
-"""Context length: how many tokens a model can read at once, and how many it is given."""
+"""Context length: the most tokens that a model can read at once, and the length that is used."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ DEFAULT_LENGTH = 1024
 
 
 def context_of(config: Any) -> int | None:
-    """Most tokens that a model reads at once; None where its config does not say."""
+    """Return the context length of a model, or None if its config does not name it."""
     values = config if isinstance(config, Mapping) else config.get_text_config().to_dict()
-    # GPT-2 has a name of its own for it
+    # GPT-2 uses another key
     context = values.get("max_position_embeddings") or values.get("n_positions")
     return int(context) if context else None
 
 
 def check_room(tokens: int, context: int | None, name: str) -> None:
-    """Check that a model can read a prompt and say at least one token more."""
+    """Check that a model can read a prompt and generate at least one more token."""
     if context is not None and tokens >= context:
         raise DataError(Problem("prompt-too-long", tokens=tokens, context=context, model=name))
 
 
 def choose_length(length: int | None, contexts: Mapping[str, int | None]) -> int:
-    """Choose how many tokens are read at once, the same for all models."""
+    """Choose the length of a window in tokens, the same for all models."""
     known = {name: context for name, context in contexts.items() if context is not None}
     length = min([DEFAULT_LENGTH, *known.values()]) if length is None else length
     problems = [

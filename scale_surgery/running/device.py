@@ -1,4 +1,4 @@
-"""Devices: which one "auto" is on this machine."""
+"""Devices: the meaning of "auto" on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from scale_surgery.errors import PlanError, Problem
 
-# devices with every operation: float64 for exact comparisons, eigenvalues, all attention kernels
+# devices that support every operation: float64 for exact comparisons, eigenvalues, all attention kernels
 COMPLETE_KINDS = ("cuda",)
 # kinds of accelerators
 ACCELERATORS = ("cuda", "mps", "xpu", "npu", "hpu", "mtia")
@@ -17,7 +17,7 @@ ARM = ("aarch64", "arm64")
 
 
 def choose_device(name: str, *, only_trains: bool = False) -> str:
-    """Resolve --device: "auto" is the accelerator if it has every operation that is needed, else the CPU."""
+    """Resolve --device: "auto" is the accelerator if it supports every needed operation, else the CPU."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -37,23 +37,23 @@ def choose_device(name: str, *, only_trains: bool = False) -> str:
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether a device has instructions that multiply in bfloat16; a CPU without them takes several times as long.
+    """Return True if a device multiplies in bfloat16. A CPU without such instructions takes several times as long.
 
-    Of accelerators it is taken for granted.
+    All accelerators are assumed to support it.
     """
     import torch
 
     if torch.device(device).type != "cpu":
         return True
     if platform.machine().lower() in ARM:
-        # oneDNN asks the processor; a torch without it has no kernels that use them
+        # oneDNN queries the processor; torch without oneDNN has no kernels for these instructions
         return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    # on x86 oneDNN takes bfloat16 from AVX-512 on, and widens it to float32 where there is no more than that
+    # on x86 oneDNN accepts bfloat16 from AVX-512 on, but plain AVX-512 widens it to float32
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, of the machine or of a device."""
-    # without an import of torch the error cannot be torch's
+    """Return True if an error means that the machine or a device ran out of memory."""
+    # if torch is not imported, the error is not from torch
     torch: Any = sys.modules.get("torch")
     return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))

@@ -1,7 +1,7 @@
-"""Drift: the distance of one model's logits from another's, such as those of the model that it was made from.
+"""Drift: the distance of one model's logits from another's, for example from the original of a rewritten model.
 
-The same products summed in another order round another way. What rounding can do is stated for each dtype, as a share
-of the largest logit; a rewritten model that is further away has not been rewritten correctly.
+The same products summed in another order round differently. Each dtype has a tolerance for rounding, as a share of the
+largest logit. A rewritten model with a larger drift was not rewritten correctly.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
     from scale_surgery.running.prompts import Batch
 
-# logits that stand in memory in float64 at a time, 32 MB of them; a vocabulary can be wide
+# most logits in float64 in memory at a time, 32 MB; a vocabulary can be large
 LOGITS_AT_ONCE = 2**22
-# the largest drift that passes for rounding, as a share of the largest logit
+# the largest drift that counts as rounding, as a share of the largest logit
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
 
 
 @dataclass(frozen=True)
 class LogitDrift:
-    """How far the logits of two models are apart on the same tokens.
+    """The distance of the logits of two models on the same tokens.
 
     Attributes:
         prompts: Number of prompts, in one left-padded batch.
         tokens: Tokens in them.
-        device: Where both models ran; the last bits may differ between devices.
+        device: Device of both models. The last bits may differ between devices.
         dtype: Dtype of the logits.
-        is_bit_equal: Whether they are equal, bit for bit.
+        is_bit_equal: True if they are equal, bit for bit.
         drift: Largest absolute difference.
-        largest_logit: Largest absolute logit of the model before.
+        largest_logit: Largest absolute logit of the first model.
         kl_divergence: Mean KL(before || after) over tokens, in nats.
-        top1_agreement: Share of tokens whose most likely next token is the same.
+        top1_agreement: Share of tokens with the same most likely next token.
     """
 
     prompts: int
@@ -57,11 +57,11 @@ class LogitDrift:
 
 @dataclass(frozen=True)
 class Drift(LogitDrift):
-    """The distance of a rewritten model from the one that it was made from.
+    """The distance of a rewritten model from its original.
 
     Attributes:
-        tolerance: Largest drift that passes for rounding, as a share of the largest logit.
-        generation_agreement: Share of greedily generated tokens that are the same; None where none were.
+        tolerance: Largest drift that counts as rounding, as a share of the largest logit.
+        generation_agreement: Share of greedily generated tokens that are the same, or None if none were generated.
     """
 
     tolerance: float
@@ -74,12 +74,12 @@ class Drift(LogitDrift):
 
     @property
     def holds(self) -> bool:
-        """Whether rounding explains it; NaN is never explained."""
+        """True if rounding explains the drift. NaN is never explained."""
         return self.share <= self.tolerance
 
 
 def compare_logits(before: Tensor, after: Tensor, batch: Batch, device: str) -> LogitDrift:
-    """Compare the logits of two models on the same batch; padding does not count."""
+    """Compare the logits of two models (b, t, v) on the same batch, without padding."""
     real = batch.mask.bool()
     return _compare_real(before[real], after[real], len(batch.ids), device)
 
@@ -88,7 +88,7 @@ def _compare_real(first: Tensor, second: Tensor, prompts: int, device: str) -> L
     """Compare logits of the same tokens (tokens, vocabulary)."""
     import torch
 
-    # equal as numbers, so -0.0 equals 0.0 (adding a zero product may turn one into the other); NaN equals nothing
+    # equal as numbers: -0.0 equals 0.0, because adding a zero product may flip the sign; NaN equals nothing
     is_bit_equal = torch.equal(first, second)
     drift, divergence, agreement = 0.0, 0.0, 1.0
     if not is_bit_equal:
@@ -110,7 +110,7 @@ def _compare_real(first: Tensor, second: Tensor, prompts: int, device: str) -> L
 
 
 def _compare_tokens(first: Tensor, second: Tensor) -> Tensor:
-    """Return three rows with a number for each token: difference, divergence, agreement."""
+    """Return difference, divergence and agreement of each token (3, tokens) in float64."""
     import torch
 
     first, second = first.double(), second.double()
@@ -121,12 +121,12 @@ def _compare_tokens(first: Tensor, second: Tensor) -> Tensor:
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference of two tensors, taken in float64."""
+    """Return the largest absolute difference of two tensors, computed in float64."""
     return float((a.double() - b.double()).abs().max())
 
 
 def cosines(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine similarity of each token's states, (tokens, features) each, taken in float64."""
+    """Return the cosine similarity of each token's states, (tokens, features) each, computed in float64."""
     from torch.nn import functional
 
     return functional.cosine_similarity(a.double(), b.double(), dim=-1)
@@ -145,7 +145,7 @@ def measure_drift(
     from scale_surgery.running.prompts import encode_prompts
     from scale_surgery.running.tokenizer import forget_tokenizers
 
-    run = replace(run.placed(), dtype=None)  # what is compared is what is stored
+    run = replace(run.placed(), dtype=None)  # compare in the stored dtype
     batch = encode_prompts(before, probes, run).batch
     forget_tokenizers()
     runs = []
@@ -155,7 +155,7 @@ def measure_drift(
                 if path == after and problems:
                     raise CheckpointError(*problems)
                 runs.append(_run(model, batch, probes.max_new_tokens, run.device))
-                # else it would stay until the next model is there
+                # otherwise it would stay in memory until the next model is loaded
                 del model
             advance(1)
     (logits, new), (other_logits, other_new) = runs
@@ -170,7 +170,10 @@ def measure_drift(
 
 
 def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[list[Tensor], Tensor | None]:
-    """Logits of the batch's tokens, on each side of a cosine router, and greedily generated tokens; on the CPU."""
+    """Return the logits of the batch's tokens and the greedily generated tokens, on the CPU.
+
+    A cosine router gives logits for each of its two sides.
+    """
     import torch
 
     inputs, real = batch.inputs(device), batch.mask.bool()
@@ -188,7 +191,10 @@ def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[list[T
 
 
 def _sides(model: Any) -> list[AbstractContextManager[None]]:
-    """What a model runs: each side of a cosine router for all tokens, since rounding may decide where one is near."""
+    """Return a context for each run of a model.
+
+    A cosine router runs on each side for all tokens, because rounding may decide near its threshold.
+    """
     router = model.config.scale_surgery.get("router", {}) if hasattr(model.config, "scale_surgery") else {}
     if router.get("router") != "cosine":
         return [nullcontext()]

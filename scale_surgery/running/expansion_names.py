@@ -1,4 +1,4 @@
-"""Names of expansions: valid ones, and those that a model has."""
+"""Names of expansions: checks of new names, and of the names in a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scale_surgery.errors import PlanError, Problem
 
 
 def check_name(name: str, known: Collection[str]) -> None:
-    """Refuse a name that an expansion cannot have."""
+    """Check that an expansion can have a name."""
     from torch import nn
 
     is_word = isinstance(name, str) and name.isidentifier()
@@ -21,7 +21,7 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 def expansion_problems(name: str | None, paths: Sequence[str], model: str) -> Iterator[Problem]:
-    """Yield the problem of the name of an expansion that a user gives, if it has one."""
+    """Yield the problem of an expansion name that a user gave, if there is one."""
     if name is not None and not paths:
         yield Problem("expansions-unnamed", f"expansion {name}", model=model)
     elif name is not None and name not in paths:

@@ -1,7 +1,7 @@
-"""The expansion of a loaded model, for every method: freeze the rest, list its parameters, leave it out.
+"""The expansion of a loaded model, for every method: freeze the rest, list its parameters, disable it.
 
-An expanded class knows its own expansion. A model with duplicated layers is of a stock class: its config.json says
-which layers are new.
+An expanded class knows its own expansion. A model with duplicated layers has a stock class, and its config.json lists
+the new layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ExpansionParameter(NamedTuple):
-    """A parameter of an expansion: its name in the model, its group (see settings.GROUPS), and itself."""
+    """A parameter of an expansion: its name in the model, its group (see settings.GROUPS), and the tensor."""
 
     name: str
     group: str
@@ -27,7 +27,7 @@ class ExpansionParameter(NamedTuple):
 
 
 def freeze_base(model: Any) -> Any:
-    """Let the expansion of a loaded model train, and nothing else; `from_pretrained` and trainers may reset it.
+    """Make only the expansion of a loaded model trainable. `from_pretrained` and trainers may reset it.
 
     Args:
         model: An expanded model of any method, as `from_pretrained` gives it.
@@ -48,7 +48,7 @@ def freeze_base(model: Any) -> Any:
 
 
 def expansion_parts(model: Any) -> Iterator[ExpansionParameter]:
-    """List the parameters of a loaded model that belong to its expansion, frozen ones too."""
+    """Yield the parameters of a loaded model's expansion, including frozen ones."""
     if (numbering := numbering_of(_specs(model))) is None:
         yield from (ExpansionParameter(*part) for part in model.expansion_parameters())
         return
@@ -59,7 +59,7 @@ def expansion_parts(model: Any) -> Iterator[ExpansionParameter]:
 
 
 def group_of(name: str, groups: Mapping[str, str]) -> str:
-    """Group that a parameter of a copied layer belongs to: "attn", "ffn" or "norms"."""
+    """Return the group of a parameter of a copied layer: "attn", "ffn" or "norms"."""
     module = name.rpartition(".")[0]
     if "norm" in module.rpartition(".")[2].lower():
         return "norms"
@@ -74,7 +74,7 @@ def _specs(model: Any) -> Any:
 
 
 def new_layers(model: Any, numbering: Numbering) -> dict[str, Any]:
-    """The copies in a loaded model, by their names there."""
+    """Return the copied layers of a loaded model, by their names in it."""
     path = f"{numbering.base_model}.{numbering.layers}"
     path = path if hasattr(model, numbering.base_model.partition(".")[0]) else numbering.layers
     layers = model.get_submodule(path)
@@ -85,7 +85,10 @@ def new_layers(model: Any, numbering: Numbering) -> dict[str, Any]:
 
 
 def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Pick the hidden states that the base has too: what enters each of its layers, and what the last norm gives."""
+    """Return the hidden states that also exist in the base.
+
+    These are the input of each base layer and the output of the final norm.
+    """
     numbering = numbering_of(getattr(model.config, CONFIG_KEY, None))
     if numbering is None:
         return states
@@ -94,7 +97,7 @@ def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @contextmanager
 def expansion_disabled(model: Any) -> Iterator[None]:
-    """Run the base alone inside a `with` block; duplicated layers pass their input on.
+    """Disable the expansion inside a `with` block. Duplicated layers return their input.
 
     Args:
         model: An expanded model of any method, as `from_pretrained` gives it. A KV cache belongs to
@@ -125,30 +128,30 @@ def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def train_in_float32(model: Any) -> None:
-    """Keep what trains in float32, and compute with it in the dtype in which it is stored."""
+    """Keep the trained parameters in float32, and compute with them in their stored dtype."""
     import torch
 
     specs = _specs(model)
     numbering = numbering_of(specs)
-    # modules of ours cast for themselves; a copy of a stock layer is given cast parameters
+    # our own modules cast their parameters; a copied stock layer needs cast parameters
     for layer in new_layers(model, numbering).values() if numbering is not None else ():
         dtypes = {name: parameter.dtype for name, parameter in layer.named_parameters()}
         if set(dtypes.values()) != {torch.float32}:
             _compute_in(layer, dtypes)
-    # an update of less than a 256th of a bfloat16 number would be lost
+    # bfloat16 would lose an update of less than 1/256 of a number
     for part in expansion_parts(model):
         part.parameter.data = part.parameter.data.to(torch.float32)
 
 
 def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
-    """Let a layer compute with its parameters cast to these dtypes."""
+    """Make a layer compute with its parameters cast to these dtypes."""
     from torch import nn
     from torch.func import functional_call
 
     stock: Any = type(layer)
 
     class Casting(nn.Module):
-        """A wrapper by which functional_call reaches the stock forward; it is no part of the model."""
+        """A wrapper through which functional_call reaches the stock forward. It is not part of the model."""
 
         def __init__(self, layer: Any) -> None:
             super().__init__()
@@ -157,7 +160,7 @@ def _compute_in(layer: Any, dtypes: dict[str, Any]) -> None:
         def forward(self, *args: Any, **options: Any) -> Any:
             return stock.forward(self.layer, *args, **options)
 
-    # the cast is part of the forward of a subclass, so that checkpointing, which runs the forward again, casts again
+    # the cast is in the forward of a subclass, so that gradient checkpointing casts again when it repeats the forward
     @functools.wraps(stock.forward)
     def cast_forward(self: Any, *args: Any, **options: Any) -> Any:
         cast = {f"layer.{name}": parameter.to(dtypes[name]) for name, parameter in self.named_parameters()}

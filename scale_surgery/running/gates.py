@@ -1,4 +1,4 @@
-"""Gates of an expansion in a loaded model: what they make of the tokens that it reads."""
+"""Gates of an expansion in a loaded model, and their scores."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def gated_blocks(model: Any) -> list[Any]:
-    """Modules of an expansion that read its up stream through a gate."""
+    """Return the modules of an expansion that read its up stream through a gate."""
     return [module for module in model.modules() if module._parameters.get("gate") is not None]
 
 
 @contextmanager
 def keeping_scores(model: Any) -> Iterator[None]:
-    """Let gates keep their scores of the last forward pass inside a `with` block."""
+    """Make gates keep the scores of their last forward pass inside a `with` block."""
     for blocks in gated_blocks(model):
         blocks.keeps_scores = True
     try:
@@ -29,17 +29,17 @@ def keeping_scores(model: Any) -> Iterator[None]:
 
 
 def take_scores(model: Any) -> list[Tensor]:
-    """Scores of each gate in the last forward pass (b, t, 1); they are not kept any longer."""
+    """Return the scores of each gate in the last forward pass (b, t, 1), and drop them from the gates."""
     return [scores for blocks in gated_blocks(model) if (scores := vars(blocks).pop("scores", None)) is not None]
 
 
 def shut_so_far(model: Any, mask: Tensor) -> Tensor | None:
-    """Where no gate has let anything through, at a token and at all before it (b, t); None without gates."""
+    """Return a mask of the tokens up to which all gates were closed (b, t), or None without gates."""
     import torch
 
     from scale_surgery.modeling.expanded_stock import opened
 
-    # kept by the model's last forward pass
+    # kept from the model's last forward pass
     scores = take_scores(model)
     if not scores:
         return None

@@ -1,4 +1,4 @@
-"""A model in memory seen as its checkpoint: tensors by their names on disk, split where loading joins them."""
+"""A model in memory as a checkpoint: tensors by their names on disk, split if loading joins them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class InMemory:
-    """A loaded model, seen as a checkpoint that it may be loaded from; it holds on to no tensor.
+    """A view of a loaded model as the checkpoint of its files. It holds no references to tensors.
 
     Attributes:
         model: The model.
-        reading: How transformers reads its files.
-        places: Where it has the tensors of that checkpoint, by their names on disk; what it has no place for, as a
-            model without a head has none for the head, is left out.
+        reading: The rules by which transformers reads its files.
+        places: Places in memory of the checkpoint's tensors, by their names on disk. Tensors without a place are
+            omitted, such as the head in a model without one.
     """
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
-        """See where a model has what a checkpoint holds."""
+        """Find the places in memory of the tensors of a checkpoint."""
         self.model, self.reading = model, reading_of(model)
         places = self.reading.places(names)
         self.places: Mapping[str, TensorPlace] = {
@@ -37,14 +37,14 @@ class InMemory:
 
     @cached_property
     def tied(self) -> Mapping[str, str]:
-        """Names in memory, each to the first name of the same tensor."""
+        """Names in memory, each mapped to the first name of the same tensor."""
         first: dict[int, str] = {}
         tensors = self.model.state_dict(keep_vars=True)
         return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
     @property
     def unfed(self) -> dict[str, Tensor]:
-        """Parameters that no tensor of the checkpoint gives, by their names in memory."""
+        """Parameters that get no tensor from the checkpoint, by their names in memory."""
         tensors = self.model.state_dict(keep_vars=True)
         fed = {id(tensors[name]) for place in self.places.values() for name in self.targets(place)}
         return {name: parameter for name, parameter in self.model.named_parameters() if id(parameter) not in fed}
@@ -52,7 +52,7 @@ class InMemory:
     def tensors(
         self, get: Callable[[str], Tensor] | None = None, only: Collection[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tensors in their stored form, by name on disk; those that are joined in memory are split one at a time."""
+        """Yield the tensors in their stored form, by name on disk. Joined tensors are split one at a time."""
         get = get or self.model.state_dict().__getitem__
         chosen = self.places if only is None else {name: self.places[name] for name in only if name in self.places}
         for name, place in chosen.items():
@@ -65,19 +65,19 @@ class InMemory:
             yield from ((name, tensor) for name, tensor in split if name in chosen)
 
     def headers(self, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """The tensors as `tensors` gives them, without values."""
+        """Return the tensors of `tensors` on the meta device, without values."""
         import torch
 
         state = self.model.state_dict()
         return dict(self.tensors(lambda name: torch.empty_like(state[name], device="meta"), only))
 
     def held_by(self, joined: Collection[str]) -> list[str]:
-        """Names on disk of the tensors that loading joins into these tensors in memory, and into no others."""
+        """Return the names on disk of the tensors that loading joins into these tensors in memory only."""
         parts = [name for name, place in self.places.items() if place.part is not None]
         return [name for name in parts if all(target in joined for target in self.targets(self.places[name]))]
 
     def targets(self, place: TensorPlace) -> list[str]:
-        """Names of the tensors in memory that a tensor of the checkpoint goes into."""
+        """Return the names in memory of the targets of a checkpoint tensor."""
         if place.part is None:
             return [place.name]
         conversion = next(known for known in self.reading.conversions if place.part in known.source_patterns)
@@ -86,23 +86,23 @@ class InMemory:
         return [name for name in names if name in self.reading.tensors]
 
     def _split(self, names: list[str], get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Split tensors that loading joined, as transformers does when it saves."""
+        """Split joined tensors in the way in which transformers saves them."""
         from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
         whole = {name: get(name) for name in self.targets(self.places[names[0]])}
-        # it may save them under other names; those of one part are matched in order
+        # it may save them under other names; tensors of one part are matched in order
         saved = revert_weight_conversion(self.model, whole)
         places = self.reading.places(saved)
         for part in dict.fromkeys(self.places[name].part for name in names):
             on_disk = sorted((name for name in names if self.places[name].part == part), key=dot_natural_key)
             as_saved = sorted((name for name in saved if places[name].part == part), key=dot_natural_key)
-            # where it gives more or fewer of them than the checkpoint holds, none is given
+            # if the number differs from that in the checkpoint, none is returned
             if len(on_disk) == len(as_saved):
                 yield from ((name, saved[key]) for name, key in zip(on_disk, as_saved, strict=True))
 
 
 def without_weights(config: Any, name: str) -> Any:
-    """A model on the meta device, with its weights tied."""
+    """Create a model on the meta device, with tied weights."""
     import torch
 
     modeling.register()
@@ -114,7 +114,7 @@ def without_weights(config: Any, name: str) -> Any:
 
 
 def kept_in_float32(model: Any) -> set[str]:
-    """Names in memory of tensors that a model's class keeps in float32, whatever the dtype of the others."""
+    """Return the names in memory of tensors that a model's class always keeps in float32."""
     import torch
 
     with torch.device("meta"):

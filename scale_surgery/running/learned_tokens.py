@@ -1,8 +1,8 @@
-"""Learn new tokens from a text: those that save most on it.
+"""Learn the new tokens that shorten a text most.
 
-The merges of the base's byte pair encoding are gone on with where its training ended. They come first wherever a text
-is read, and no new merge makes a token that the base has. So the text is read by the base, each of its tokens is
-written as one character, and the tokenizers library learns from that.
+Learning continues the base's byte pair encoding. The base's merges always apply first, and no new merge makes a token
+that the base has. So the base tokenizes the text, each token is written as one character, and the tokenizers library
+learns from these characters.
 
     "für Straße"  --base-->  f ü r ▁ S t r a <0xC3> <0x9F> e  --one character a token-->  words  --BpeTrainer-->  merges
 """
@@ -27,31 +27,31 @@ from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.text.documents import in_pieces, read_documents
 from scale_surgery.text.sources import parse_source
 
-# distinct words of a text that are kept; the rarest are forgotten
+# most distinct words of a text in memory; the rarest are dropped
 MOST_WORDS = 1_000_000
 MOST_SHOWN = 10
-# the character of the base's token with the id 0
+# the character for token id 0 of the base
 FIRST_CHARACTER = 0x10000
-# what a word of SentencePiece begins with
+# the first character of a SentencePiece word
 WORD_BEGIN = "▁"
 BYTE = re.compile("<0x([0-9A-F]{2})>")
-# a text without spaces would be one word
+# a text without spaces would be a single word
 LONGEST_WORD = 64
-# a pair that stands once is worth no token
+# a pair that occurs once is not worth a token
 LEAST_OFTEN = 2
-# words, or repetitions of one, that the library is given at once
+# words, or repetitions of a word, that the library gets at once
 AT_ONCE = 10_000
 
 
 @dataclass(frozen=True)
 class SavingToken:
-    """A new token and what it saves.
+    """A new token and its savings.
 
     Attributes:
-        token: As tokenizer.json writes it.
-        text: How it reads behind another token.
-        count: How often it stands in the text, where it is no part of a longer one.
-        pieces: Tokens of the base that stood in its place.
+        token: The token as tokenizer.json writes it.
+        text: Its text after another token.
+        count: Number of its occurrences in the text, outside of longer tokens.
+        pieces: Number of base tokens that it replaces.
     """
 
     token: str
@@ -61,22 +61,22 @@ class SavingToken:
 
     @property
     def saved(self) -> int:
-        """Tokens that the text has fewer."""
+        """The number of tokens by which the text gets shorter."""
         return self.count * (self.pieces - 1)
 
 
 @dataclass(frozen=True)
 class ChosenTokens:
-    """Tokens that save most on a text, and what they save.
+    """The tokens that shorten a text most, and their savings.
 
     Attributes:
-        new_tokens: The tokens; the first of them are those that fewer would be.
-        wanted: How many were asked for; there are fewer where no pair stands in the text twice any more.
+        new_tokens: The tokens in order. A smaller count would give the first of them.
+        wanted: The requested number. There are fewer if no pair occurs twice any more.
         characters: Characters of the text.
         bytes: Its bytes in UTF-8.
         tokens_before: Its tokens with the base's tokenizer.
-        tokens_after: Its tokens with a quarter of the new tokens, half of them and all, by their number.
-        most_saving: The tokens that save most.
+        tokens_after: Its tokens with a quarter, half and all of the new tokens, by their number.
+        most_saving: The tokens with the largest savings.
     """
 
     new_tokens: NewTokens
@@ -96,7 +96,7 @@ def choose_new_tokens(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> ChosenTokens:
-    """Choose the tokens that save most on a text, by going on with the merges of the base's byte pair encoding."""
+    """Choose the tokens that shorten a text most, by continuing the base's byte pair encoding."""
     if count < 1:
         raise PlanError(Problem("count-too-low", "--count", count=count))
     base = open_base(model, load_tokenizer(model, run), rows)
@@ -104,9 +104,9 @@ def choose_new_tokens(
     if (kind := backend["model"]["type"]) != "BPE":
         raise DataError(Problem("tokenizer-not-bpe", model, kind=kind))
     alphabet = Alphabet(backend)
-    # memory is bounded: of a text with more than a million different words the rarest are left out
+    # to bound memory, the rarest of more than a million distinct words are dropped
     words, sizes = _count_words(backend, texts, alphabet, track)
-    # every next token joins the two neighbours that stand side by side most often (Sennrich et al., 2016)
+    # each new token joins the most frequent pair of neighbours (Sennrich et al., 2016)
     merges = learn_merges(words, count, alphabet)
     if not merges:
         raise DataError(Problem("texts-without-pairs", ", ".join(map(str, texts))))
@@ -118,7 +118,7 @@ def choose_new_tokens(
         for number in [max(1, len(tokens) // part) for part in (4, 2, 1)]
     }
     extended = extend(base, new, run)
-    # the base's merges come first wherever a text is read, so a text in which no new pair stands keeps its tokens
+    # the base's merges always apply first, so a text without any new pair keeps its tokens
     check_as_before(base, extended, new)
     saved = {
         number: {spelling: often * (alphabet.count_pieces(spelling) - 1) for spelling, often in counts.items()}
@@ -145,7 +145,7 @@ def choose_new_tokens(
 
 
 def _reads_as(tokenizer: Any, token: str) -> str:
-    """The text of a token behind another, where it keeps the space that it may begin with."""
+    """Return the text of a token after another token, including a leading space."""
     before, backend = ids_of(tokenizer, "a"), tokenizer.backend_tokenizer
     text: str = backend.decode([*before, backend.token_to_id(token)])
     return text.removeprefix(backend.decode(before))
@@ -154,10 +154,10 @@ def _reads_as(tokenizer: Any, token: str) -> str:
 def _count_words(
     backend: Mapping[str, Any], texts: Sequence[str | Path], alphabet: Alphabet, track: Track
 ) -> tuple[Counter[str], Counter[str]]:
-    """The words of texts and how often they stand, and sizes of the texts."""
+    """Count the words of texts, and return the counts and the sizes of the texts."""
     from tokenizers import Tokenizer
 
-    # imports torch
+    # imported here, because the module imports torch
     from scale_surgery.text.tokenizing import in_groups
 
     tokenizer = Tokenizer.from_str(json.dumps(backend))
@@ -188,14 +188,14 @@ def _forget_rarest(words: Counter[str]) -> None:
 
 @dataclass(frozen=True)
 class Merge:
-    """Two neighbours that become one.
+    """A pair of neighbours that is joined.
 
     Attributes:
-        left: The left one, in characters of the alphabet.
-        right: The right one.
-        token: What they become, as tokenizer.json writes it.
-        written: The merge as tokenizer.json writes it; empty for a character that the base writes in bytes, which needs
-            a place in the vocabulary and no merge.
+        left: The left neighbour, in characters of the alphabet.
+        right: The right neighbour.
+        token: The joined token, as tokenizer.json writes it.
+        written: The merge as tokenizer.json writes it. It is empty for a character that the base writes in bytes, which
+            needs an entry in the vocabulary and no merge.
     """
 
     left: str
@@ -205,19 +205,19 @@ class Merge:
 
     @property
     def joined(self) -> str:
-        """What they become, in characters of the alphabet."""
+        """The joined token, in characters of the alphabet."""
         return self.left + self.right
 
 
 class Alphabet:
-    """One character for each token of the base.
+    """An alphabet with one character for each token of the base.
 
-    A character that the base writes in bytes has two that stand nowhere else, so that it is learned whole: tokens with
-    a part of it could not be decoded.
+    A text character that the base writes in bytes gets two characters that occur nowhere else, so that it is only
+    learned whole. A token with a part of it could not be decoded.
     """
 
     def __init__(self, backend: Mapping[str, Any]) -> None:
-        """Begin with a parsed tokenizer.json."""
+        """Create the alphabet of a parsed tokenizer.json."""
         model, known = backend["model"], token_ids(backend)
         self.names = {chr(FIRST_CHARACTER + id_): token for token, id_ in known.items()}
         self.prefix = model["continuing_subword_prefix"] or ""
@@ -225,15 +225,15 @@ class Alphabet:
         self.apart = {token["id"] for token in backend[ADDED_TOKENS]} | {known.get(model["unk_token"], -1)}
         matches = {id_: BYTE.fullmatch(token) for token, id_ in known.items()} if model["byte_fallback"] else {}
         self.bytes = {id_: bytes.fromhex(match[1]) for id_, match in matches.items() if match}
-        # characters that the base writes in bytes: how each is spelt, and which each spelling is
+        # characters that the base writes in bytes: their spelling, and the reverse
         self.spelling: dict[str, str] = {}
         self.spelt: dict[str, str] = {}
-        # tokens of the base in the first half of a spelling; every other character is one token
+        # number of base tokens for the first half of a spelling; every other character is one token
         self.pieces: dict[str, int] = {}
         self.free = FIRST_CHARACTER + 1 + max(known.values())
 
     def words(self, encoding: Any) -> Iterator[str]:
-        """The words of a text; a token that joins no other stands in none."""
+        """Yield the words of a text, without tokens that are never joined."""
         word, raw, last = "", b"", None
         for id_, place in zip(encoding.ids, encoding.word_ids, strict=True):
             is_apart = id_ in self.apart
@@ -245,7 +245,7 @@ class Alphabet:
                 if (character := _decoded(raw)) is None:
                     continue
                 if len(raw) == 1:
-                    # such as a line break: beside others its byte would not be decoded, and alone it is one token
+                    # such as a line break: its byte cannot be decoded inside another token, and alone it is one token
                     yield word
                     word = ""
                 else:
@@ -263,11 +263,11 @@ class Alphabet:
         return spelling
 
     def count_pieces(self, word: str) -> int:
-        """How many tokens of the base a word is."""
+        """Return the number of base tokens in a word."""
         return sum(self.pieces.get(character, 1) for character in word)
 
     def name(self, learned: Iterable[tuple[str, str]]) -> Iterator[Merge]:
-        """Merges as tokenizer.json writes them, without those that make a token which is there."""
+        """Yield the merges as tokenizer.json writes them, without those of existing tokens."""
         names = dict(self.names)
         taken = set(names.values())
         for left, right in learned:
@@ -279,7 +279,7 @@ class Alphabet:
                 written = f"{names[left]} {names[right]}"
             else:
                 continue
-            # two merges may make the same of the same pieces; a space would end the name of a token in a merge
+            # two merges may give the same token; a token with a space cannot be written in a merge
             if spelling in names or (token not in taken and " " not in token):
                 names[spelling] = token
                 taken.add(token)
@@ -294,7 +294,7 @@ def _decoded(raw: bytes) -> str | None:
 
 
 def learn_merges(words: Mapping[str, int], count: int, alphabet: Alphabet) -> list[Merge]:
-    """The merges that make the next `count` tokens, or fewer where no pair is left."""
+    """Return the merges of the next `count` tokens, or fewer if no pair is left."""
     asked = count
     while True:
         learned = _train(words, asked, alphabet)
@@ -307,7 +307,7 @@ def learn_merges(words: Mapping[str, int], count: int, alphabet: Alphabet) -> li
 
 
 def merges_of(merges: Iterable[Merge], tokens: Iterable[str]) -> list[Merge]:
-    """The merges that make these tokens of the base's and of each other."""
+    """Return the merges that build these tokens from the base's and from each other."""
     wanted, made, kept = set(tokens), set[str](), []
     for merge in merges:
         if merge.token in wanted and all(len(part) == 1 or part in made for part in (merge.left, merge.right)):
@@ -317,14 +317,14 @@ def merges_of(merges: Iterable[Merge], tokens: Iterable[str]) -> list[Merge]:
 
 
 def _train(words: Mapping[str, int], count: int, alphabet: Alphabet) -> list[tuple[str, str]]:
-    """The pairs that stand side by side most often, each with those before it joined."""
+    """Return the most frequent pairs of neighbours, each after the previous pairs are joined."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.CharDelimiterSplit(" ")
     characters = set().union(*words, *alphabet.spelt)
     trainer = trainers.BpeTrainer(vocab_size=len(characters) + count, min_frequency=LEAST_OFTEN, show_progress=False)
-    # a spelling stands once more, so that no other pair with a half of it is as frequent
+    # each spelling is added once, so that no other pair with half of it is as frequent
     tokenizer.train_from_iterator(chain(_repeated(words), alphabet.spelt), trainer)
     return [(left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"]]
 
@@ -336,7 +336,7 @@ def _repeated(words: Mapping[str, int]) -> Iterator[str]:
 
 
 def count_joined(words: Mapping[str, int], merges: Iterable[Merge]) -> Counter[str]:
-    """How often each joined token stands in the words, where it is no part of another."""
+    """Count the occurrences of each joined token in the words, outside of longer tokens."""
     from tokenizers import Tokenizer, models
 
     pairs = [(merge.left, merge.right) for merge in merges]

@@ -1,4 +1,4 @@
-"""Load a model as a user would, report tensors that do not fit, and free it afterwards."""
+"""Loading of models as a user would load them, with problems of tensors that do not fit."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from scale_surgery.planning.base import left_over_quantisation
 from scale_surgery.running.device import is_out_of_memory
 from scale_surgery.running.options import RunOptions
 
-# arguments of `translated` for running a loaded model
+# arguments of `translated` during the run of a loaded model
 RUNNING = ("model-not-run", "config.json, generation_config.json")
 
 
 @contextmanager
 def translated(code: str, where: object) -> Iterator[None]:
-    """Turn any error of transformers, tokenizers, torch or a model's own code into a CheckpointError of this code."""
+    """Convert any error of transformers, tokenizers, torch or custom model code to a CheckpointError with this code."""
     try:
         yield
     except SurgeryError:
         raise
     except Exception as error:
-        # for a broken file they raise validation errors of their own classes, bare `Exception`s, or recurse too deeply
+        # broken files cause validation errors of various classes, bare exceptions, or too deep recursion
         kind, words = type(error).__name__, " ".join(f"{error}".split())
         if is_out_of_memory(error):
             raise CheckpointError(Problem("out-of-memory", where, kind=kind, error=words)) from error
@@ -45,7 +45,7 @@ def translated(code: str, where: object) -> Iterator[None]:
 
 
 def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
-    """Read a folder's config as a user would, by AutoConfig."""
+    """Read a folder's config with AutoConfig, as a user would."""
     from transformers import AutoConfig
 
     is_trusted = trusts_code(path, run)
@@ -63,7 +63,7 @@ def loaded(
     renamed: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> Iterator[tuple[Any, list[Problem]]]:
-    """Load a model as a user would, with the tensors that did not fit; free it if no caller holds it."""
+    """Load a model as a user would, with the problems of its tensors. It is freed if no caller holds it."""
     free_memory()
     checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
     if left_over := left_over_quantisation(checkpoint.config, {info.dtype for info in checkpoint.tensors.values()}):
@@ -79,11 +79,11 @@ def loaded(
         options |= {"key_mapping": dict(renamed)} if renamed else {}
         with quiet_transformers(), translated("model-not-loaded", title):
             auto_class = model_class(checkpoint, run)
-            # with this our classes load in spite of misfits, so that all problems are listed
+            # with this option our classes load in spite of misfits, so that all problems are listed
             options |= {"strict_loading": False} if _is_expanded(checkpoint) else {}
             model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
             model.eval()
-        # transformers' own report was silenced with all else that it prints
+        # this replaces transformers' own report, which is silenced
         if (left := sorted(info["unexpected_keys"])) and not is_strict(model):
             _logger().warning_once(f"{title}: {type(model).__name__} does not load {name_some(left)} of its files.")
         with quiet_transformers():
@@ -93,15 +93,15 @@ def loaded(
 
 
 def free_memory() -> None:
-    """Collect garbage, and return freed memory to the system: a large tokenizer leaves hundreds of MB in the heap."""
+    """Free memory to the system: a large tokenizer leaves hundreds of MB in the heap."""
     gc.collect()
-    # of glibc; other C libraries have no such function, and Windows has no CDLL of None
+    # glibc only: other C libraries lack this function, and Windows cannot open CDLL(None)
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def link_flat(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Link shards of several folders into one, from which transformers can stream; give the folder to load from."""
+    """Link shards of several folders into one, so that transformers can stream them, and return the folder to load."""
     shards = {shard: shard.replace("/", "-") for shard in checkpoint.shards}
     if all(shard == flat for shard, flat in shards.items()):
         return checkpoint.path
@@ -138,7 +138,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
-    """The auto class, which knows our model types, or, where its code is trusted, the class in the folder itself."""
+    """Return the auto class, which knows our model types, or the class in the folder if its code is trusted."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     modeling.register()
@@ -152,7 +152,11 @@ def model_class(checkpoint: Checkpoint, run: RunOptions) -> Any:
 
 
 def trusts_code(path: Path, run: RunOptions) -> bool:
-    """Whether the code in a folder may run."""
+    """Return True if the code in a folder is trusted.
+
+    Raises:
+        CheckpointError: If it is trusted but names code in another repository.
+    """
     files = sorted(path.glob("*config.json")) if run.trust_remote_code else []
     if foreign := [code.within(file) for file in files if file.is_file() for code in code_elsewhere(read_json(file))]:
         raise CheckpointError(*foreign)
@@ -160,7 +164,7 @@ def trusts_code(path: Path, run: RunOptions) -> bool:
 
 
 def needs_own_code(config: Mapping[str, Any]) -> bool:
-    """Whether transformers does not know a model's type, and its config.json names code that does."""
+    """Return True if transformers does not know a model type and the config names code for it."""
     from transformers import CONFIG_MAPPING
 
     model_type = modeling.stock_type(config.get("model_type"))
@@ -168,7 +172,7 @@ def needs_own_code(config: Mapping[str, Any]) -> bool:
 
 
 def auto_class_of(config: Mapping[str, Any]) -> Any:
-    """AutoModelForCausalLM, or AutoModelForImageTextToText where transformers knows the type only so."""
+    """Return AutoModelForCausalLM, or AutoModelForImageTextToText if transformers has only that for the type."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 
@@ -182,7 +186,7 @@ def auto_class_of(config: Mapping[str, Any]) -> Any:
 
 
 def _is_expanded(checkpoint: Checkpoint) -> bool:
-    """Whether a model has expanded modules; one with duplicated layers has stock ones."""
+    """Return True if a model has expanded modules. A model with duplicated layers has stock modules."""
     return CONFIG_KEY in checkpoint.config and numbering_of(checkpoint.config[CONFIG_KEY]) is None
 
 
@@ -193,17 +197,20 @@ def _logger() -> Any:
 
 
 def _load_problems(model: Any, info: dict[str, Any]) -> list[Problem]:
-    """Tensors for which a user could not load an expanded model, or got another stock model than the files hold."""
+    """Return the tensors that do not fit.
+
+    With them an expanded model does not load, and a stock model gets other weights than its files hold.
+    """
     keys = {"load-missing": info.get("missing_keys", ()), "load-shape": info.get("mismatched_keys", ())}
     if is_strict(model):
-        # code in the folder may be of an older release
+        # the code in the folder may be from an older release
         unexpected = getattr(model, "unexpected_tensors", lambda info: info["unexpected_keys"])
         keys["load-unexpected"] = unexpected(info)
     return [Problem(code, key) for code, some in keys.items() for key in sorted(map(str, some))]
 
 
 def is_strict(model: Any) -> bool:
-    """Whether a model refuses files with other tensors than its own; stock classes leave them out, with a warning."""
+    """Return True if a model rejects files with other tensors. Stock classes skip them with a warning."""
     return hasattr(model, "check_loaded")
 
 
@@ -211,8 +218,8 @@ def is_strict(model: Any) -> bool:
 def loaded_whole(
     path: Path, name: str, run: RunOptions = RunOptions(), *, renamed: Mapping[str, str] | None = None
 ) -> Iterator[Any]:
-    """Load a model into memory as a whole, and refuse one whose tensors do not fit its class."""
-    # streamed weights would be read again for every batch
+    """Load a model completely into memory, and reject it if its tensors do not fit its class."""
+    # streamed weights would be read again for each batch
     whole = replace(run, memory_bytes=sys.maxsize)
     with ExitStack() as stack:
         model, problems = stack.enter_context(loaded(path, whole, renamed=renamed, name=name))

@@ -1,4 +1,4 @@
-"""Loss and first-token accuracy of one model on token sequences; no file is opened here."""
+"""Loss and first-token accuracy of a model on token sequences. No file is opened here."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from scale_surgery.text.sequences import Sequences
 
 
-@open_record  # its JSON also has what follows from the sums
+@open_record  # its JSON also has derived values
 @dataclass(frozen=True)
 class Measurement:
-    """Score of a model; measurements on parts of a text add up.
+    """A score of a model. Measurements on parts of a text can be added.
 
     Attributes:
         nats: Sum of -log p over the scored tokens.
         scored: Number of scored tokens.
         questions: Answers whose first token was predicted from a prompt.
         answered: Answers whose first token had the largest logit.
-        bytes: Bytes of the texts that were scored; 0 where nobody counted them.
+        bytes: Bytes of the scored texts; 0 if they were not counted.
     """
 
     nats: float
@@ -50,18 +50,21 @@ class Measurement:
 
     @property
     def nats_per_token(self) -> float:
-        """Mean of -log p over the scored tokens; NaN where there are none."""
+        """Mean of -log p over the scored tokens, in nats; NaN if there are none."""
         return self.nats / self.scored if self.scored else math.nan
 
     def loss_against(self, base: Measurement) -> float:
-        """How much worse the same text is predicted, in nats per token; where the tokens are others, of the base's."""
+        """Return the increase of the loss on the same text over the base, in nats per token.
+
+        If the models tokenize differently, it is per token of the base.
+        """
         if self.scored == base.scored:
             return self.nats_per_token - base.nats_per_token
         return (self.nats - base.nats) / base.scored
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Sum of -log2 p over the bytes of the texts, which do not depend on the tokenizer; None without a count."""
+        """Sum of -log2 p per byte of text, independent of the tokenizer, or None without a byte count."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
     @property
@@ -74,7 +77,7 @@ class Measurement:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of questions answered, from 0 to 1; None where there are none."""
+        """Share of questions with the right first token, from 0 to 1, or None if there are no questions."""
         return self.answered / self.questions if self.questions else None
 
 
@@ -85,7 +88,7 @@ def measure(
     advance: Progress = no_progress,
     processes: PartialState | None = None,
 ) -> Measurement:
-    """Score a causal model on token sequences, the longest first, in several processes batch by batch."""
+    """Score a causal model on token sequences, the longest first. Several processes share the batches."""
     import torch
 
     order = reading_order(sequences)
@@ -94,24 +97,24 @@ def measure(
     def score(batch: list[int]) -> Measurement:
         rows = [sequences[row] for row in batch]
         scored = _measure_batch(model, tail, rows)
-        # the others have read as many
+        # the other processes have read about as many
         advance(sum(len(row["input_ids"]) for row in rows) * (1 if processes is None else processes.num_processes))
         return scored
 
     with torch.no_grad(), evaluating(model):
         tail = find_tail(model, sequences[order[0]]["input_ids"]) if order else None
-        # batches, and the order in which they are added, are those of one process
+        # batches and their order of addition do not depend on the number of processes
         return sum(shared_out(batches, score, processes), Measurement(0.0, 0, 0, 0))
 
 
 def reading_order(sequences: Sequences) -> list[int]:
-    """Rows, the longest first: memory runs out at once or not at all, and equal lengths need no padding."""
+    """Return the rows, the longest first: memory runs out at once or never, and equal lengths need no padding."""
     return sorted(range(len(sequences)), key=lambda row: sequences.starts[row] - sequences.starts[row + 1])
 
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Run a model without dropout; every module gets back the mode that it had."""
+    """Put a model into evaluation mode inside a `with` block, and restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -131,7 +134,7 @@ def _measure_batch(model: Any, tail: Tail | None, rows: Sequence[dict[str, Tenso
     device = next(model.parameters()).device
     inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
     following = pad_tensor(labels[:, 1:], (0, 1), value=IGNORED)
-    # a prompt's last token predicts the first of its answer
+    # the last token of a prompt predicts the first token of its answer
     asks = labels == PROMPT
     measured: list[Measurement] = []
 
@@ -153,11 +156,11 @@ def _measure_batch(model: Any, tail: Tail | None, rows: Sequence[dict[str, Tenso
 
 
 def _measure_tokens(logits: Tensor, targets: Tensor, questions: Tensor) -> Measurement:
-    """Score tokens by the logits before them (tokens, v); a question asks for the token."""
+    """Score target tokens by the logits that predict them (tokens, v). `questions` marks first tokens of answers."""
     from torch.nn import functional
 
     logits = logits.float()
     nats = functional.cross_entropy(logits, targets, reduction="none")
     answered = logits[questions].argmax(-1) == targets[questions]
-    # float64 is not there on every device
+    # not every device supports float64
     return Measurement(float(nats.cpu().double().sum()), len(targets), len(answered), int(answered.sum()))

@@ -1,7 +1,7 @@
-"""Match the tensors that a trainer saved with those of the model that it trained, whatever their names.
+"""Match the tensors that a trainer saved with the tensors of the trained model, in spite of other names.
 
-transformers saves names as it read them, or as this release writes them; FSDP, DeepSpeed and plain loops save names in
-memory, tied tensors twice, and the experts of a layer in one tensor.
+transformers saves the names that it read, or the names of its release. FSDP, DeepSpeed and plain loops save names in
+memory, tied tensors twice, and all experts of a layer as one tensor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.stored_names import TensorPlace
 
-# parts of names that wrappers add: DDP, torch.compile, FSDP, checkpointing of activations
+# name parts that wrappers add: DDP, torch.compile, FSDP, activation checkpointing
 WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A tensor that loading joins: name in memory of the joined tensor, of several the first, and its own on disk."""
+    """A tensor that loading joins into another: the (first) joined name in memory, and its own name on disk."""
 
     joined: str
     name: str
@@ -28,7 +28,7 @@ class JoinedTensor:
 
 @dataclass(frozen=True)
 class Pair:
-    """A saved tensor, and the tensor of the trained model that it is, or that it holds as a part."""
+    """A saved tensor, and the tensor of the trained model that it equals or contains."""
 
     saved: str
     wanted: str
@@ -37,14 +37,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Match:
-    """Saved names matched with wanted ones.
+    """A matching of saved names with wanted names.
 
     Attributes:
-        pairs: Saved tensors with what they are; a tied one may be there more than once.
+        pairs: Saved tensors with their wanted tensors. A tied tensor may be saved more than once.
         missing: Wanted tensors that were not saved.
-        unexpected: Saved tensors that are none of those.
-        joined: Saved tensors that hold others as parts, by their names in memory.
-        model: The trained model without weights, where names alone did not tell.
+        unexpected: Saved tensors that match no wanted tensor.
+        joined: Saved tensors that contain wanted tensors as parts, by their names in memory.
+        model: The trained model without weights, if the names alone were not enough.
     """
 
     pairs: tuple[Pair, ...]
@@ -57,7 +57,10 @@ class Match:
 def match_names(
     saved: Collection[str], wanted: Collection[str], unread: Iterable[str], make: Callable[[], Any]
 ) -> Match:
-    """Match saved names with wanted ones; `make` builds the model without weights where names alone do not tell."""
+    """Match saved names with wanted names.
+
+    `make` builds the model without weights. It is called only if the names alone are not enough.
+    """
     plain = {name: WRAPPERS.sub("", name) for name in saved}
     pairs = [Pair(name, bare) for name, bare in plain.items() if bare in wanted]
     joined, model = dict[str, str](), None
@@ -79,7 +82,7 @@ def match_names(
 
 
 def _same(plain: Mapping[str, str], wanted: Iterable[str], model: InMemory) -> tuple[list[Pair], dict[str, str]]:
-    """Pairs with one place in memory, or with tied ones; and the saved tensors left, by their names in memory."""
+    """Return pairs with the same or a tied place in memory, and the other saved tensors by their names in memory."""
     wanted_at: dict[tuple[str, str | None], list[str]] = {}
     for name, place in model.reading.places(wanted).items():
         wanted_at.setdefault(_place(place, model), []).append(name)
@@ -98,7 +101,7 @@ def _place(place: TensorPlace, model: InMemory) -> tuple[str, str | None]:
 
 
 def _parts(left: Mapping[str, str], model: InMemory) -> tuple[list[Pair], dict[str, str]]:
-    """Pairs for tensors that loading joins, and the saved tensors that hold them, by their names in memory."""
+    """Return pairs for tensors that loading joins, and the saved joined tensors by their names in memory."""
     parts = [JoinedTensor(model.places[name].name, name) for name in model.headers(model.held_by(left))]
     used = {name for part in parts for name in model.targets(model.places[part.name])}
     pairs = [Pair(left[part.joined], part.name, part) for part in parts]

@@ -1,10 +1,10 @@
-"""Which tokens an expansion adds: those that somebody names, and those that save most on a text.
+"""New tokens of an expansion: tokens from a list, or the tokens that shorten a text most.
 
     FILE, a token a line  --> read_new_tokens   --> NewTokens
     FOLDER of a tokenizer -->
-    TEXT                  --> choose_new_tokens --> NewTokens, and what they save
+    TEXT                  --> choose_new_tokens --> NewTokens, and their savings
 
-The tokenizer that comes of it is loaded as a user would load it, and tried, before anything else is done.
+The resulting tokenizer is loaded as a user would load it, and tested, before any other work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from scale_surgery.running.tokenizer import CHANGED_BY_CALLS, identify_tokenizer
 from scale_surgery.text.text_files import open_text
 
 OPTION = "--new-tokens"
-# tokenizers by class and files, rows and tokens that were tried: `expand` is given what a command has found
+# tested tokenizers, by class and files, rows and tokens: `expand` gets the tokens that a command has already tested
 _tried = set[tuple[object, int, NewTokens]]()
 
 
@@ -48,21 +48,21 @@ def find_new_tokens(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> NewTokens | ChosenTokens | None:
-    """Find the tokens that an expansion of a model is to add.
+    """Find the tokens that an expansion adds to a model.
 
     Args:
-        model: A folder or a Hub id, of which no weight is downloaded.
-        wanted: Where they come from: one of a file or folder, and texts.
+        model: A folder or a Hub id. No weights are downloaded.
+        wanted: Their source: a file or folder, or texts.
         revision: Branch, tag or commit of a Hub repository.
-        run: Whose code; `trust_remote_code` is read.
-        track: Makes progress bars.
+        run: Only `trust_remote_code` is used.
+        track: Creates progress bars.
 
     Returns:
-        The tokens; where they were learned from texts, with what they save; None where none are wanted.
+        The tokens, with their savings if they were learned from texts, or None if no source is given.
 
     Raises:
         CheckpointError: If the base's tokenizer cannot take tokens; see `read_new_tokens`, `choose_new_tokens`.
-        DataError: If the tokens, or the texts, are no use.
+        DataError: If the tokens or the texts are not usable.
         PlanError: If both are given, or a count without texts.
     """
     check_source(wanted)
@@ -82,7 +82,7 @@ def find_new_tokens(
 
 
 def check_source(wanted: TokenSource) -> None:
-    """Check what can be said of a source before it is read."""
+    """Check the options of a source before it is read."""
     if wanted.token_count != TokenSource().token_count and not wanted.token_texts:
         raise PlanError(Problem("count-without-texts", "--count", count=wanted.token_count))
     if wanted.token_file is None:
@@ -98,10 +98,10 @@ def _check_there(source: Path) -> None:
 
 
 def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunOptions()) -> NewTokens:
-    """Read the tokens that an expansion adds, and try the tokenizer with them."""
+    """Read the tokens that an expansion adds, and test the tokenizer with them."""
     base = open_base(model, load_tokenizer(model, run), rows)
-    # a file has one token a line; the first ids of a folder's tokenizer are the base's, and where its new ids lie in
-    # padded rows of the base's embedding, they get others, from `rows` on
+    # A file has one token per line. In a folder's tokenizer, the first ids must be the base's. New ids inside padded
+    # rows of the base's embedding are replaced by ids from `rows` on.
     new = _read_folder(source, base) if source.is_dir() else _read_file(source, base)
     extended = extend(base, new, run)
     if source.is_dir():
@@ -113,10 +113,10 @@ def read_new_tokens(model: Path, source: Path, rows: int, run: RunOptions = RunO
 def check_new_tokens(
     model: Path, tokenizer: Any | None, new: NewTokens, rows: int, run: RunOptions = RunOptions()
 ) -> None:
-    """Check that a base's tokenizer, as `load_tokenizer` gives it, can take these tokens; see `read_new_tokens`."""
+    """Check that a base's tokenizer from `load_tokenizer` can take these tokens; see `read_new_tokens`."""
     if (identify_tokenizer(model, run), rows, new) in _tried:
         return
-    # they may be those of a saved plan, of somebody's own code, or of an expansion of another model
+    # tokens may come from a saved plan, from user code, or from an expansion of another model
     base = open_base(model, tokenizer, rows)
     ids = base.facts.ids
     had = {
@@ -127,7 +127,7 @@ def check_new_tokens(
         problems.append(Problem("tokenizer-not-bpe", model, kind=base.facts.kind))
     pairs = [merge.split(" ") for merge in new.merges]
     made = [left + right.removeprefix(base.facts.prefix) for left, right in pairs]
-    # a character that the base writes in bytes is a token without a merge
+    # a character that the base writes in bytes becomes a token without a merge
     known = {*ids, *set(new.tokens).difference(made)}
     for token, pair in zip(made, pairs, strict=True):
         problems += [Problem("merge-of-no-token", OPTION, token=token, part=part) for part in pair if part not in known]
@@ -138,14 +138,14 @@ def check_new_tokens(
 
 
 def _check_extended(base: BaseTokenizer, extended: Any, new: NewTokens) -> None:
-    """Check a tokenizer with new tokens, and read texts with it."""
+    """Check a tokenizer with new tokens, and test it on texts."""
     check_as_before(base, extended, new)
     if problems := [] if new.merges else _unreadable(base, extended, new):
         raise DataError(*problems)
 
 
 def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
-    """Tokens that stand in a file, one a line; blanks belong to them."""
+    """Read tokens from a file, one per line. Blanks are part of them."""
     _check_there(source)
     with open_text(source, no_progress) as (text, _):
         lines = text.read().removesuffix("\n").split("\n")
@@ -168,13 +168,13 @@ def _read_file(source: Path, base: BaseTokenizer) -> NewTokens:
 
 
 def _only_id(tokenizer: Any, text: str) -> int | None:
-    """The id of a text that is one known token; None where it is more."""
+    """Return the id of a text that is a single known token, or None otherwise."""
     ids = ids_of(tokenizer, text)
     return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
 
 
 def _read_folder(source: Path, base: BaseTokenizer) -> NewTokens:
-    """The tokens that a tokenizer has beyond those of the base."""
+    """Read the tokens that a folder's tokenizer adds to the base's."""
     file = source / TOKENIZER_FILE
     if not file.is_file():
         raise DataError(Problem("tokenizer-json-missing", source))
@@ -192,7 +192,7 @@ def _read_folder(source: Path, base: BaseTokenizer) -> NewTokens:
 
 
 def _with_flags(content: Mapping[str, Any], tokens: Collection[str]) -> Iterator[Problem]:
-    """Those of the tokens that are special, take spaces away or stand alone."""
+    """Yield a problem for each token that is special, strips spaces or matches whole words only."""
     for token in content.get(ADDED_TOKENS, ()):
         flags = [name for name, value in PLAIN.items() if token.get(name, value) != value]
         if token["content"] in tokens and flags:
@@ -205,7 +205,7 @@ def _merges(content: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _check_same(source: Path, ours: Any, theirs: Any, base: BaseTokenizer, new: NewTokens) -> None:
-    """Check that a folder's tokenizer is what its tokens make of the base's, whatever ids they have there."""
+    """Check that a folder's tokenizer equals the base's with the new tokens, except for ids."""
     named = {*base.facts.ids, *new.tokens}
     a, b = (_parts(json.loads(loaded.backend_tokenizer.to_str()), named) for loaded in (ours, theirs))
     if differing := [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]:
@@ -213,7 +213,7 @@ def _check_same(source: Path, ours: Any, theirs: Any, base: BaseTokenizer, new: 
 
 
 def _parts(content: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
-    """What decides which tokens a text has, without ids; of added tokens the named ones."""
+    """Return all settings that determine tokenization, without ids. Only named added tokens are included."""
     model = {f"model.{name}": value for name, value in content["model"].items() if name not in ("vocab", "merges")}
     around = {
         name: value
@@ -229,7 +229,7 @@ def _parts(content: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]
 
 
 def _unreadable(base: BaseTokenizer, extended: Any, new: NewTokens) -> list[Problem]:
-    """Tokens that no text gives, or that do not come back as the base gives their text back."""
+    """Return a problem for each token that no text produces, or that is decoded to another text than in the base."""
     problems = []
     for place, token in enumerate(new.tokens):
         is_spaced = token[0].isspace()

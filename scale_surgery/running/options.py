@@ -1,4 +1,4 @@
-"""How models run: where, in which dtype, whose code, how much memory, how many texts at once."""
+"""Options of running models: device, dtype, code, memory, batch size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from scale_surgery.errors import PlanError
 from scale_surgery.fields import Count, Range, problems_of
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-# default windows in one forward pass
+# default number of windows in one forward pass
 WINDOWS = 8
-# report holds hidden states of all layers
+# report keeps hidden states of all layers
 REPORT_WINDOWS = 1
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How models run. No function reads all of it; each says which fields it reads.
+    """Options of running models. Each function names the fields that it uses.
 
-    Fields that are left out are the operation's choice.
+    The operation chooses the values of omitted fields.
 
     Attributes:
         device: Where models run: cpu, cuda, ...; auto takes a GPU if there is one.
@@ -40,11 +40,11 @@ class RunOptions:
         _refuse_out_of_range(self)
 
     def windows(self, usual: int = WINDOWS) -> int:
-        """Windows in one forward pass of an operation whose own number is `usual`."""
+        """Return the windows in one forward pass of an operation with the default `usual`."""
         return usual if self.batch_size is None else self.batch_size
 
     def placed(self) -> RunOptions:
-        """The same, with the device that "auto" stands for on this machine, for inference and for decompositions."""
+        """Return the options with "auto" resolved for inference and decompositions on this machine."""
         from scale_surgery.running.device import choose_device
 
         return replace(self, device=choose_device(self.device))
@@ -52,7 +52,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Probes:
-    """Prompts and generated tokens by which models are compared.
+    """The prompts and the number of generated tokens for comparing models.
 
     Attributes:
         prompts_file: Text file with one prompt a line, for comparing logits. Default: built-in prompts.

@@ -1,7 +1,7 @@
-"""Generation that measures: with settings of our own, and none of a model's generation_config.json.
+"""Generation for measurements: with our own settings instead of a model's generation_config.json.
 
-That file says how a model answers people: it may sample, search with beams, stop at a text, return several sequences or
-an object. `generate`, `chat` and `serve` answer so. What compares models needs the same tokens of each.
+That file is for answers to users: it may request sampling, beam search, stop strings, several sequences or an output
+object. `generate`, `chat` and `serve` follow it. Comparisons of models need the same settings for each model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def generate_with(
     model: Any, inputs: Mapping[str, Tensor], *, on_token: Callable[[Tensor], None] | None = None, **settings: Any
 ) -> Any:
-    """Generate with these settings alone; those that are left out are transformers' own.
+    """Generate with these settings only. Other settings have transformers' defaults.
 
     `on_token` is called with the token ids of all rows after each new token.
     """
@@ -26,7 +26,7 @@ def generate_with(
     watching = {} if on_token is None else {"stopping_criteria": [_never_stopping(on_token)]}
 
     before, own = model.generation_config, GenerationConfig(**settings)  # type: ignore[no-untyped-call]
-    # transformers fills in what a given config leaves out from that of the model
+    # transformers fills gaps of a given config from the model's generation config
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         with torch.no_grad():
@@ -37,7 +37,7 @@ def generate_with(
 
 
 def _never_stopping(on_token: Callable[[Tensor], None]) -> Any:
-    """Make a criterion of transformers that stops no row, and tells of each token."""
+    """Return a stopping criterion that never stops, and reports each token."""
     import torch
 
     def watch(ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -50,7 +50,10 @@ def _never_stopping(on_token: Callable[[Tensor], None]) -> Any:
 def continue_greedily(
     model: Any, inputs: Mapping[str, Tensor], new_tokens: int, *, known: int | None = None, use_cache: bool = True
 ) -> Tensor:
-    """Continue each text by the most likely token, so many times; no token ends it, nor has an id from `known` on."""
+    """Continue each text greedily by a number of tokens.
+
+    No token ends the text, and no token has an id of `known` or more.
+    """
     suppressed = _end_tokens(model)
     if known is not None:
         suppressed += range(known, model.config.get_text_config(decoder=True).vocab_size)
@@ -62,6 +65,6 @@ def continue_greedily(
 
 
 def _end_tokens(model: Any) -> list[int]:
-    """Tokens with which the model ends a text."""
+    """Return the tokens with which the model ends a text."""
     ends = model.generation_config.eos_token_id
     return [end for end in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(end, int)]

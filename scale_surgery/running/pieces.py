@@ -1,9 +1,9 @@
 """Logits of some tokens at a time, from one pass of a causal model over a whole batch.
 
-The logits of 2,048 tokens are 2.1 GB in float32 where the vocabulary has 262,144, and a loss holds three such tensors.
-So the decoder runs once over the batch, and what the model's own forward does with its hidden states (head, scale, cap,
-the mixture of a router) runs anew for a few tokens at a time. TRL's "chunked_nll" and torchtune's
-LinearCrossEntropyLoss cut the tokens in the same way, but know a head as one matrix.
+With a vocabulary of 262,144 the logits of 2,048 tokens take 2.1 GB in float32, and a loss needs three such tensors. So
+the decoder runs once over the batch, and the rest of the model's forward (head, scale, cap, mixture of a router) runs
+for a few tokens at a time. TRL's "chunked_nll" and torchtune's LinearCrossEntropyLoss split the tokens in the same way,
+but support only a head that is one matrix.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from scale_surgery.running.drift import TOLERANCES
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# logits that stand in memory at a time: 128 MiB in float32, whatever the size of the batch and of the vocabulary
+# most logits in memory at a time: 128 MiB in float32, for any size of batch and vocabulary
 LOGITS_AT_ONCE = 2**25
 PROBED_TOKENS = 16
 
 
 class Pieces(NamedTuple):
-    """Hidden states whose logits are read piece by piece, in order: of the wanted tokens in one row, or of all."""
+    """Hidden states with logits that are computed in pieces: of all tokens, or of the wanted tokens as one row."""
 
     hidden: Tensor  # (rows of all base streams, n, width)
     slices: list[slice]  # the positions of each piece
     logits: Callable[[Tensor, slice], Tensor]  # logits (rows, m, v) of the hidden states at a slice
-    wanted: Tensor | None  # the tokens that stand in one row (b, t); None if all stand where they are
+    wanted: Tensor | None  # mask of the tokens in one row (b, t); None if all keep their place
 
     def pick(self, values: Tensor) -> Tensor:
-        """Values of all tokens (b, t) as the hidden states lie (rows, n)."""
+        """Return values of all tokens (b, t) in the layout of the hidden states (rows, n)."""
         values = values.to(self.hidden.device)
         return values if self.wanted is None else values[self.wanted][None]
 
 
 class Tail(NamedTuple):
-    """What runs after the decoder of a causal model: the forward of `owner` without its module `name`, and the head."""
+    """The rest of a causal model after its decoder: the forward of `owner` without its module `name`, and the head."""
 
     owner: nn.Module
     name: str
@@ -45,11 +45,11 @@ class Tail(NamedTuple):
 
     @property
     def decoder(self) -> nn.Module:
-        """What gives the hidden states."""
+        """The module that computes the hidden states."""
         return self.owner.get_submodule(self.name)
 
     def logits(self, output: Any, hidden: Tensor) -> Tensor:
-        """Logits of hidden states (rows, n, width), which take the place of those in the decoder's output."""
+        """Return the logits of hidden states (rows, n, width), which replace those in the decoder's output."""
         import torch
 
         from scale_surgery.modeling.expanded_stock import twin
@@ -62,13 +62,13 @@ class Tail(NamedTuple):
 
 
 class Given:
-    """A decoder that gives what is known already."""
+    """A stand-in for a decoder that returns a given output."""
 
     def __init__(self, decoder: nn.Module, output: Any) -> None:
         self.decoder, self.output = decoder, output
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Its output."""
+        """Return the given output."""
         return self.output
 
     def __getattr__(self, name: str) -> Any:
@@ -76,21 +76,22 @@ class Given:
 
 
 def with_hidden(output: Any, hidden: Tensor) -> Any:
-    """Replace the hidden states in the output of a decoder, which come first."""
+    """Replace the hidden states, which come first, in the output of a decoder."""
     if isinstance(output, tuple):
         return (hidden, *output[1:])
     return type(output)(**{**output, next(iter(output)): hidden})
 
 
 def find_tail(model: Any, ids: Tensor) -> Tail | None:
-    """Find what a model runs after its decoder, and check on some tokens that its logits are the model's in pieces too.
+    """Find the rest of a model after its decoder, and check on some tokens that its logits in pieces equal the model's.
 
     Args:
-        model: A causal model, not what wraps it.
+        model: A causal model, without wrappers.
         ids: Token ids that it can read (t,).
 
     Returns:
-        None if the decoder is no module beside the head, or code of others does something else behind it.
+        The rest of the model, or None if the decoder is not a module next to the head, or if custom code does something
+        else after it.
     """
     import torch
 
@@ -115,14 +116,14 @@ def find_tail(model: Any, ids: Tensor) -> Tail | None:
 
 
 def _tail_of(model: Any) -> Tail | None:
-    """The largest module that holds the embedding and not the head, taken as the decoder; None if there is none."""
+    """Return the rest after the largest module with the embedding and without the head, or None if there is none."""
     modules = dict(model.named_modules())
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     paths = [name.split(".") for wanted in (embedding, head) for name, module in modules.items() if module is wanted]
     if len(paths) != 2:
         return None
     depth = next((depth for depth, pair in enumerate(zip(*paths, strict=False)) if len(set(pair)) == 2), None)
-    # no layers stand beside an embedding that is a module of its own
+    # an embedding that is its own module has no layers in it
     if depth is None or depth == len(paths[0]) - 1:
         return None
     return Tail(modules[".".join(paths[0][:depth])], paths[0][depth], head)
@@ -130,14 +131,14 @@ def _tail_of(model: Any) -> Tail | None:
 
 @contextmanager
 def finishing(model: Any, tail: Tail, finish: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Iterator[None]:
-    """Let the forward of a model give `{"loss": ...}` inside a `with` block: what `finish` makes of its hidden states.
+    """Make a model's forward return `{"loss": ...}` inside a `with` block: the value of `finish` on its hidden states.
 
-    The forward itself goes on with one token of each row, so that hooks of other libraries see a whole forward.
+    The forward itself continues with one token of each row, so that hooks of other libraries see a complete forward.
 
     Args:
-        model: The model itself, not what wraps it.
-        tail: What it runs after its decoder.
-        finish: Gets what makes logits of hidden states, and the hidden states.
+        model: The model itself, without wrappers.
+        tail: The rest of the model after its decoder.
+        finish: Takes a function from hidden states to logits, and the hidden states.
     """
     made: list[Tensor] = []
     scores: list[tuple[Any, Tensor]] = []
@@ -149,10 +150,10 @@ def finishing(model: Any, tail: Tail, finish: Callable[[Callable[[Tensor], Tenso
         return with_hidden(output, hidden[:, :1].detach())
 
     def give(module: nn.Module, inputs: Any, output: Any) -> Any:
-        # pieces have left theirs
+        # the pieces have overwritten the scores
         for blocks, kept in scores:
             vars(blocks)["scores"] = kept
-        # nothing was made where a model calls what is inside of its decoder
+        # nothing was computed if a model calls submodules of its decoder directly
         return {"loss": made.pop()} if made else output
 
     hooks = [tail.decoder.register_forward_hook(finish_pieces), model.register_forward_hook(give, prepend=True)]
@@ -164,7 +165,7 @@ def finishing(model: Any, tail: Tail, finish: Callable[[Callable[[Tensor], Tenso
 
 
 def scores_of_head(model: Any, head: Any, hidden: Tensor) -> list[tuple[Any, Tensor]]:
-    """Let gates of the head that keep their scores read all hidden states."""
+    """Compute and return the scores of all hidden states for gates of the head that keep their scores."""
     from scale_surgery.modeling.expanded_routing import Features
 
     gated = [blocks for blocks in getattr(head, "expansions", {}).values() if getattr(blocks, "keeps_scores", False)]
@@ -182,14 +183,14 @@ def in_pieces(
     wanted: Tensor | None,
     finish: Callable[[Pieces], Tensor],
 ) -> Iterator[None]:
-    """Let the next forward of a model give what `finish` makes of its logits, which it reads in pieces.
+    """Make the next forward of a model return the value of `finish` on its logits, which are computed in pieces.
 
     Args:
-        model: The model itself, not what wraps it.
-        tail: What it runs after its decoder.
-        inputs: What the forward gets.
-        wanted: Tokens whose logits are read (b, t); None for all. A router reads all of them.
-        finish: Gets the pieces, inside of the forward.
+        model: The model itself, without wrappers.
+        tail: The rest of the model after its decoder.
+        inputs: The inputs of the forward.
+        wanted: Mask of the tokens with needed logits (b, t), or None for all. A router reads all tokens.
+        finish: Takes the pieces. It is called inside the forward.
     """
     choice = getattr(model, "choice", None)
     reader = None if choice is None or choice.router is None else Reader(model, inputs)
@@ -209,27 +210,32 @@ def in_pieces(
 
 
 def pieces_of_logits(logits: Tensor, wanted: Tensor) -> Pieces:
-    """Logits that stand in memory (b, t, v), read in pieces."""
+    """Split existing logits (b, t, v) into pieces."""
     wanted = wanted.to(logits.device)
     chosen = logits[wanted][None]
     return Pieces(chosen, cut(chosen.shape[1], chosen.shape[2]), lambda part, _: part, wanted)
 
 
 def cut(count: int, width: int) -> list[slice]:
+<<<<<<< HEAD
     """Cut positions into pieces of at most LOGITS_AT_ONCE numbers, `width` a position."""
     from scale_surgery.modeling.expanded_routing import in_chunks
+=======
+    """Split positions into slices of at most LOGITS_AT_ONCE numbers, with `width` numbers per position."""
+    from scale_surgery.modeling.expanded_mixture import in_chunks
+>>>>>>> words2
 
     return list(in_chunks(count, width, LOGITS_AT_ONCE))
 
 
 class Reader:
-    """Lets a router read a batch piece by piece, as generation lets it read a long prompt."""
+    """A reader that feeds a batch to a router piece by piece, as generation does with a long prompt."""
 
     def __init__(self, model: Any, inputs: Mapping[str, Tensor]) -> None:
         from scale_surgery.modeling.expanded_routing import RouterContext
 
         self.model, self.choice = model, model.choice
-        # a router that reads no tokens has no state, but its restarts all the same
+        # a router that does not read tokens has no state, but it restarts as well
         given = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
         context = RouterContext.of(given, 0, reads_tokens=self.choice.router.reads_tokens, is_training=True)
         self.ids, self.restarts = inputs["input_ids"], context.restarts
@@ -238,32 +244,37 @@ class Reader:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Let the head give routed logits of the piece that is read."""
-        # a forward under a choice with a router would route the whole batch
+        """Make the head return routed logits of the current piece."""
+        # with a router in the choice, the forward would route the whole batch
         alone = self.choice._replace(names=(self.known,), router=None)
         with self.model.use_choice(alone), self.model.answering(self.answer, self.choice.paths):
             yield
 
     @property
     def known(self) -> str:
-        """An expansion of the choice; the one with new tokens, if it is there."""
+        """An expansion of the choice; if possible, the one with new tokens."""
         names = self.choice.names
         return str(self.model.with_new_tokens if self.model.with_new_tokens in names else names[0])
 
     def answer(self, features: Any) -> Tensor:
-        """Routed logits of a piece; hidden states outside of pieces, which nobody reads."""
+        """Return the routed logits of a piece. Outside of pieces, return the hidden states, which are not used."""
         from scale_surgery.modeling.expanded_routing import route
 
         if self.context is None:
             base: Tensor = features.bases[0]
             return base
+<<<<<<< HEAD
         self.context.move(features.unsplit.device)
         # it counts whether a router weighs the logits that new tokens lack
+=======
+        self.call.move(features.unsplit.device)
+        # the handling of logits that new tokens lack depends on the router in the choice
+>>>>>>> words2
         with self.model.use_choice(self.choice):
             return route(self.choice.router, features, self.context)
 
     def reading(self, logits_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor, slice], Tensor]:
-        """What reads the next piece."""
+        """Return the function that computes the logits of the next piece."""
         from transformers.cache_utils import DynamicLayer
 
         from scale_surgery.modeling.expanded_routing import RouterContext, RouterState

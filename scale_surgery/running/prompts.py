@@ -1,7 +1,4 @@
-"""Probe prompts as token ids: the same for every model that is run to be compared with another.
-
-Both models see the same ids in one left-padded batch.
-"""
+"""Probe prompts as token ids: compared models read the same ids in one left-padded batch."""
 
 from __future__ import annotations
 
@@ -32,23 +29,23 @@ PROMPTS = (
 )
 MAX_PROMPT_TOKENS = 48
 MAX_PROMPTS = 64
-# ids that stand in for text where a model has no tokenizer
+# number of prompts of random ids, for a model without a tokenizer
 NUM_RANDOM_PROMPTS = 4
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Probe prompts as token ids, left-padded, with the attention mask; both (prompts, tokens)."""
+    """A batch of probe prompts: left-padded token ids and their attention mask, both (prompts, tokens)."""
 
     ids: Tensor
     mask: Tensor
 
     def inputs(self, device: str | torch.device) -> dict[str, Tensor]:
-        """What a model on a device takes."""
+        """Return the inputs of a model on a device."""
         return {"input_ids": self.ids.to(device), "attention_mask": self.mask.to(device)}
 
     def two(self) -> Batch:
-        """Take the longest prompt and the shortest: one without padding, and the one with the most."""
+        """Return the longest and the shortest prompt: one without padding, and one with the most."""
         lengths = self.mask.sum(1)
         rows = torch.stack((lengths.argmax(), lengths.argmin()))
         return Batch(self.ids[rows], self.mask[rows])
@@ -56,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Probe prompts as token ids; without a tokenizer that loads, random ids stand for them."""
+    """The probe prompts as token ids. Random ids replace them if no tokenizer loads."""
 
     prompts: tuple[str, ...]
     tokenizer: Any | None
@@ -64,7 +61,7 @@ class EncodedPrompts:
 
 
 def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompts:
-    """Turn prompts into the token ids of a model."""
+    """Encode prompts as the token ids of a model."""
     prompts = read_prompts(probes.prompts_file)
     tokenizer = load_tokenizer(path, run)
     config = load_config(path, path.name, run)
@@ -72,7 +69,7 @@ def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompt
 
 
 def read_prompts(file: Path | None) -> tuple[str, ...]:
-    """Prompts of a text file, one a line; the built-in ones where no file is given."""
+    """Read the prompts of a text file, one per line. Without a file, return the built-in prompts."""
     if file is None:
         return PROMPTS
     try:
@@ -88,7 +85,7 @@ def read_prompts(file: Path | None) -> tuple[str, ...]:
 
 
 def _make_batch(tokenizer: Any | None, prompts: Sequence[str], config: Any, new_tokens: int) -> Batch:
-    """Turn prompts into one left-padded batch; seeded random ids where there is no tokenizer."""
+    """Encode prompts as one left-padded batch. Without a tokenizer, the ids are random, with a fixed seed."""
     context = context_of(config) or 2 * MAX_PROMPT_TOKENS + new_tokens
     limit = min(MAX_PROMPT_TOKENS, context // 2, context - new_tokens)
     if limit < 1:
@@ -109,7 +106,10 @@ def _make_batch(tokenizer: Any | None, prompts: Sequence[str], config: Any, new_
 
 
 def token_problems(encoded: EncodedPrompts, expanded: Any | None, known: int) -> tuple[str, ...]:
-    """Prompts for which the expanded model's tokenizer gives other ids than the base's, but for new tokens."""
+    """Return a problem for each prompt with other token ids than in the base.
+
+    Exception: ids of new tokens may differ.
+    """
     base = encoded.tokenizer
     if base is None:
         return ()

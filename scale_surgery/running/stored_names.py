@@ -1,10 +1,10 @@
-"""Where transformers puts the tensors of files: it renames modules, and joins tensors.
+"""Places of stored tensors in memory: transformers renames modules, and joins tensors.
 
     on disk      model.layers.3.block_sparse_moe.experts.0.w1.weight      modules are renamed
-                 model.layers.3.mlp.experts.0.w1.weight                   tensors are put together
+                 model.layers.3.mlp.experts.0.w1.weight                   tensors are joined
     in memory    model.layers.3.mlp.experts.gate_up_proj
 
-Its own conversions say what it does; files that it can read may have other names than those that it would write.
+The conversions of transformers define this. transformers also reads files with other names than it would write.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where transformers puts a tensor of a file.
+    """The place in memory of a stored tensor.
 
     Attributes:
-        name: Name in memory of the tensor that it becomes, or becomes a part of; of several the first.
-        part: Pattern of the part that it is; None where it is the whole tensor.
-        renamed: Its name once modules are renamed, before anything is put together.
+        name: Name in memory of the tensor that it becomes, fully or in part; the first if there are several.
+        part: Pattern of its part in a joined tensor, or None if it is a whole tensor.
+        renamed: Its name after modules are renamed, before tensors are joined.
     """
 
     name: str
@@ -32,11 +32,11 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Reading:
-    """How transformers reads the files of a model.
+    """The rules by which transformers reads the files of a model.
 
     Attributes:
-        conversions: Its rules of renaming and converting.
-        prefix: The prefix that it adds or removes between models with and without a head.
+        conversions: Rules for renaming and converting.
+        prefix: Prefix that transformers adds or removes between models with and without a head.
         tensors: Names of tensors in memory.
     """
 
@@ -45,14 +45,14 @@ class Reading:
     tensors: Collection[str]
 
     def places(self, names: Iterable[str]) -> dict[str, TensorPlace]:
-        """Where transformers puts the tensors of these names."""
+        """Return the places in memory of stored tensors, by their names on disk."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        # some conversions keep state between names
+        # some conversions keep state between calls
         conversions = deepcopy(self.conversions)
         renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in conversions if isinstance(rule, WeightConverter)]
-        # transformers asks whether the value under a name is None
+        # transformers checks if the value of a name is None
         tensors = dict.fromkeys(self.tensors, True)
         places = {}
         for name in sorted(names, key=dot_natural_key):
@@ -65,7 +65,7 @@ class Reading:
 
 
 def reading_of(model: Any) -> Reading:
-    """How transformers reads the files of a model; on the meta device, too."""
+    """Return the rules by which transformers reads the files of a model, which may be on the meta device."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     conversions = tuple(get_model_conversion_mapping(model))

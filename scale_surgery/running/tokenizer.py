@@ -1,7 +1,7 @@
 """Token ids: an expanded model must tokenize as its base does.
 
-transformers chooses a tokenizer class by the model type among other things, and an expanded model has a model
-type of its own. Where that changes the class, the expanded folder's tokenizer_config.json names the base's.
+transformers chooses a tokenizer class partly by the model type, and an expanded model has its own model type. If the
+class would change, the tokenizer_config.json of the expanded folder names the class of the base.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scale_surgery.running.loading import quiet_transformers, trusts_code
 from scale_surgery.running.options import RunOptions
 
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", TOKENIZER_CONFIG_FILE)
-# more files that decide token ids, or the input of images
+# more files that affect token ids or image inputs
 VOCABULARY_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
@@ -45,41 +45,42 @@ VOCABULARY_FILES = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-# files of prompting and generation
+# files for prompting and generation
 ASKING_FILES = ("chat_template.jinja", "chat_template.json", GENERATION_FILE)
-# a folder of more of them; that called default takes the place of the model's own
+# a folder of more templates; a template named default replaces the model's own
 MORE_TEMPLATES = "additional_chat_templates/"
-# keys of a tokenizer that its calls change
+# keys of a tokenizer that calls modify
 CHANGED_BY_CALLS = ("truncation", "padding")
-# files that a tokenizer written in Python may read, and those among them that belong to the model
+# suffixes of files that a tokenizer in Python may read, and files of the model among them
 CODE_SUFFIXES = (".json", ".model", ".txt", ".py")
 MODEL_FILES = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 # suffixes of files that a class of transformers may read
 READ_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".spm", ".bpe", ".tiktoken")
-# the class name of a tokenizer in tokenizer.json alone that transformers 4 and 5 both know
+# class name that both transformers 4 and 5 know for a tokenizer with only a tokenizer.json
 PORTABLE_NAMES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-# the model in a tokenizer.json, which the tokenizers library writes last, and the smallest of two kinds
+# the start of the model in a tokenizer.json, which the tokenizers library writes last; and the smallest models of two
+# types
 MODEL_BEGIN = re.compile(rb'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
 SMALLEST: dict[str, dict[str, Any]] = {
     "BPE": {"vocab": {}, "merges": []},
     "Unigram": {"vocab": [["<unk>", 0.0]], "unk_id": 0},
 }
-# a large tokenizer loads for seconds; a command needs that of its base, and that with new tokens
+# a large tokenizer takes seconds to load; a command needs the base's, and the one with new tokens
 MOST_KEPT = 2
 _kept: dict[tuple[type, str], Any] = {}
 
 
 def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
-    """Load a folder's tokenizer as a user would, by AutoTokenizer; None where it has none or it needs its own code.
+    """Load a folder's tokenizer with AutoTokenizer, as a user would, or None if it is missing or needs its own code.
 
-    A tokenizer of the same class and files is loaded once. Its copies share the vocabulary, which nobody changes.
+    A tokenizer of the same class and files is loaded once. Its copies share the vocabulary, which is never changed.
     """
     if not any((path / file).exists() for file in TOKENIZER_FILES):
         return None
     key = identify_tokenizer(path, run)
     if key is None or key not in _kept:
         loaded = _load(path, is_trusted=run.trust_remote_code)
-        # also the last guard of a chosen class
+        # also a final check of the predicted class
         if key is None or type(loaded) is not key[0]:
             return loaded
         for oldest in list(_kept)[: len(_kept) + 1 - MOST_KEPT]:
@@ -89,14 +90,14 @@ def load_tokenizer(path: Path, run: RunOptions = RunOptions()) -> Any | None:
 
 
 def identify_tokenizer(path: Path, run: RunOptions = RunOptions()) -> tuple[type, str] | None:
-    """Identify a folder's tokenizer by its class and a hash of its files; None if only loading tells its class."""
+    """Identify a folder's tokenizer by its class and a hash of its files, or None if only loading tells its class."""
     modeling.register()
     chosen = None if trusts_code(path, run) else _find_class(path)
     return None if chosen is None else (chosen, _hash_files(path))
 
 
 def forget_tokenizers() -> None:
-    """Let go of the tokenizers that are kept, before models need the memory."""
+    """Drop the cached tokenizers, before models need the memory."""
     _kept.clear()
 
 
@@ -107,12 +108,12 @@ def _load(path: Path, *, is_trusted: bool) -> Any | None:
         with quiet_transformers(), warnings.catch_warnings(), collector_paused():
             warnings.simplefilter("ignore")
             return AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
-    except Exception:  # tokenizers raise it bare
+    except Exception:  # tokenizers raises bare exceptions
         return None
 
 
 def _copy_for(path: Path, tokenizer: Any) -> Any:
-    """Copy a tokenizer, as loaded from this folder, without its vocabulary."""
+    """Copy a tokenizer under the path of a folder. The copies share the vocabulary."""
     made = copy.copy(tokenizer)
     for name, value in vars(tokenizer).items():
         if isinstance(value, dict | list):
@@ -122,7 +123,7 @@ def _copy_for(path: Path, tokenizer: Any) -> Any:
 
 
 def _find_class(path: Path) -> type | None:
-    """Find the class that AutoTokenizer chooses, on a copy without vocabulary; None where only loading tells."""
+    """Find the class that AutoTokenizer chooses, from a copy without vocabulary, or None if only loading tells."""
     text = read_bytes(path / TOKENIZER_FILE) if (path / TOKENIZER_FILE).is_file() else b""
     if (begin := MODEL_BEGIN.search(text)) is None or (kind := begin[1].decode()) not in SMALLEST:
         return None
@@ -136,12 +137,12 @@ def _find_class(path: Path) -> type | None:
                 shutil.copyfile(path / name, folder / name)
         write_json(folder / TOKENIZER_FILE, content | {"added_tokens": [], "model": {"type": kind, **SMALLEST[kind]}})
         found = _load(folder, is_trusted=False)
-    # code of others may read what is not here
+    # custom code may read files that are missing here
     return type(found) if type(found).__module__.startswith("transformers.") else None
 
 
 def _hash_files(path: Path) -> str:
-    """Hash the files that a tokenizer may be made of, with their names."""
+    """Hash the names and contents of all files that may be part of a tokenizer."""
     files = [file for file in path.iterdir() if file.suffix in READ_SUFFIXES and file.name not in MODEL_FILES]
     files += (path / MORE_TEMPLATES).glob("*.jinja")
     hashes = [(str(file.relative_to(path)), hash_file(file)) for file in sorted(files) if file.is_file()]
@@ -149,7 +150,7 @@ def _hash_files(path: Path) -> str:
 
 
 def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
-    """Load a folder's tokenizer where there are texts to read."""
+    """Load a folder's tokenizer, which is needed to read texts."""
     tokenizer = load_tokenizer(path, run)
     if tokenizer is None:
         raise DataError(Problem("tokenizer-needed", name))
@@ -157,13 +158,13 @@ def need_tokenizer(path: Path, name: str, run: RunOptions = RunOptions()) -> Any
 
 
 def check_token_ids(name: str, highest: int, vocabulary: int, text: str = "a text") -> None:
-    """Check that a model's embedding has every id that its tokenizer gives."""
+    """Check that a model's embedding has a row for every token id."""
     if highest >= vocabulary:
         raise DataError(Problem("token-id-too-high", name, id=highest, text=text, rows=vocabulary))
 
 
 def digest_tokenizer(tokenizer: Any, path: Path) -> str:
-    """A sha256 of all that decides which tokens a tokenizer gives, releases of the libraries included."""
+    """Return a SHA-256 of everything that affects tokenization, including library releases."""
     import tokenizers
     import transformers
 
@@ -184,7 +185,11 @@ def digest_tokenizer(tokenizer: Any, path: Path) -> str:
 
 
 def pin_tokenizer_class(base: Path, expanded: Path, run: RunOptions = RunOptions()) -> str | None:
-    """Write the base's tokenizer class into the expanded folder where transformers would choose another; its name."""
+    """Write the base's tokenizer class into the expanded folder if transformers would choose another.
+
+    Returns:
+        The name of the class, or None if nothing was written.
+    """
     wanted = type(load_tokenizer(base, run))
     chosen = None if trusts_code(expanded, run) else _find_class(expanded)
     if wanted is type(None) or wanted is (chosen or type(load_tokenizer(expanded, run))):

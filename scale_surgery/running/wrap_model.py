@@ -1,8 +1,7 @@
-"""Add an expansion to a model in memory: a stock one, which is wrapped, or one that has expansions already.
+"""Add an expansion to a model in memory: a stock model, which is wrapped, or an expanded model.
 
-The wrapped model shares the weights of the stock one, which stays as it is. A quantised linear stays the quantiser's
-module. Where the base is spread over devices, so is the copy, and a new tensor lies on the device of the module beside
-which it stands.
+The wrapped model shares the weights of the stock model, which is not changed. A quantised linear keeps its module. If
+the base is spread over devices, so is the copy. A new tensor is on the device of the module that it expands.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from scale_surgery.running.stored_names import reading_of
 if TYPE_CHECKING:
     import torch
 
-# quantisers whose modules share a weight by sharing the parameter
+# quantisers with modules that share a weight by sharing the parameter
 QUANTISERS = ("bitsandbytes", "torchao")
 QUANTISATION_KEY = "quantization_config"
-# attributes by which transformers saves a quantised model in its own way and refuses to train it
+# attributes by which transformers treats a quantised model specially when saving, and refuses to train it
 QUANTISED_MARKS = (
     *("hf_quantizer", "is_loaded_in_8bit", "is_loaded_in_4bit"),
     *("is_8bit_serializable", "is_4bit_serializable", "is_quantized", "quantization_method"),
@@ -38,7 +37,7 @@ HOOKED = ("forward", "_old_forward", "_hf_hook")
 
 @dataclass(frozen=True)
 class StoredExpansion:
-    """An expansion in files: title and path of its folder, its tensors, and config.json of a model with it alone."""
+    """A stored expansion: title and path of its folder, its tensors, and the config.json of a model with it alone."""
 
     title: str
     path: Path
@@ -47,12 +46,12 @@ class StoredExpansion:
 
 
 def is_expanded(model: Any) -> bool:
-    """Whether a model is of an expanded class, from this package or from the code in its folder."""
+    """Return True if a model has an expanded class, from this package or from the code in its folder."""
     return hasattr(model, "add_expansion")
 
 
 def quantiser_of(model: Any) -> str | None:
-    """Name of the quantiser of a loaded model, as transformers has it; None where it is not quantised."""
+    """Return the name of a loaded model's quantiser, as in transformers, or None if it is not quantised."""
     config = getattr(model.config, QUANTISATION_KEY, None)
     if config is None:
         return None
@@ -61,7 +60,7 @@ def quantiser_of(model: Any) -> str | None:
 
 
 def quantised_modules(model: Any) -> dict[str, Any]:
-    """The modules of a loaded model whose weight is quantised, by their names."""
+    """Return the modules with a quantised weight in a loaded model, by name."""
     from torch import nn
 
     if quantiser_of(model) is None and not getattr(model, "is_base_quantised", False):
@@ -74,7 +73,7 @@ def quantised_modules(model: Any) -> dict[str, Any]:
 
 
 def quantised_shape(module: Any) -> tuple[int, int]:
-    """Shape of a weight before it was quantised: four bits are packed into another."""
+    """Return the shape of a weight before quantisation. Packed 4-bit weights have another."""
     from transformers.pytorch_utils import Conv1D
 
     shape = module.out_features, module.in_features
@@ -82,7 +81,7 @@ def quantised_shape(module: Any) -> tuple[int, int]:
 
 
 def check_shareable(model: Any) -> None:
-    """Refuse a loaded model whose weights a wrapped model cannot share."""
+    """Check that a wrapped model can share the weights of a loaded model."""
     if getattr(model, "is_fused", False):
         raise CheckpointError(Problem("model-fused", "model"))
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -99,10 +98,10 @@ def check_shareable(model: Any) -> None:
 
 
 def check_class(model: Any, architecture: Architecture) -> None:
-    """Refuse a model of another class than the stock ones of an architecture, and those that expand them."""
+    """Check that a model has one of an architecture's stock classes, or an expanded class of these."""
     classes = [made for name, made in modeling.model_classes(architecture).items() if name != "AutoConfig"]
     stock = {made.__bases__[1] for made in classes}
-    # code in a model's folder defines a class of the same name
+    # the code in a model's folder defines a class of the same name
     if type(model) in stock or (is_expanded(model) and type(model).__name__ in {made.__name__ for made in classes}):
         return
     names = sorted(made.__name__ for made in stock)
@@ -110,14 +109,17 @@ def check_class(model: Any, architecture: Architecture) -> None:
 
 
 def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
-    """Add an expansion to a model in memory; a stock model is wrapped, and routed where the expansion was."""
+    """Add an expansion to a model in memory.
+
+    A stock model is wrapped, and gets a router if the expansion had one.
+    """
     settings = stored.config[CONFIG_KEY]
     (specs,) = settings[EXPANSIONS_KEY]
     if specs["head"].get("new_tokens") and (expansion := getattr(model, "with_new_tokens", "")):
         raise PlanError(Problem("tokens-of-two-expansions", stored.title, expansion=expansion))
     places, is_spread = getattr(model, "hf_device_map", None), is_hooked(model)
     expanded = model if is_expanded(model) else _expanded_copy(model, stored.config)
-    # hooks would go on calling the forward of a module's former class
+    # hooks would still call the forward of a module's former class
     unhook(expanded)
     expanded.add_expansion(name, {key: value for key, value in specs.items() if key != "name"})
     _put_tensors(expanded, stored, name, float32=specs["dtype"] == "float32")
@@ -132,12 +134,12 @@ def put_expansion(model: Any, stored: StoredExpansion, name: str) -> Any:
 
 
 def is_hooked(model: Any) -> bool:
-    """Whether hooks of accelerate move a model's activations between devices."""
+    """Return True if accelerate's hooks move a model's activations between devices."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def unhook(model: Any) -> None:
-    """Take the hooks of accelerate off a model."""
+    """Remove accelerate's hooks from a model."""
     from accelerate.hooks import remove_hook_from_module
 
     for module in model.modules():
@@ -147,7 +149,7 @@ def unhook(model: Any) -> None:
 
 
 def spread(model: Any, places: Mapping[str, Any], *, is_spread: bool) -> None:
-    """Let a model compute where its base does."""
+    """Dispatch a model to the devices of its base."""
     from accelerate import dispatch_model
 
     if is_spread:
@@ -157,11 +159,11 @@ def spread(model: Any, places: Mapping[str, Any], *, is_spread: bool) -> None:
 
 
 def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
-    """An expanded model without an expansion yet, on the weights of a stock one."""
+    """Return an expanded model without expansions that shares the weights of a stock model."""
     quantised = quantised_modules(model)
     for module in quantised.values():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # bitsandbytes would pack the weight for inference, and then lets no gradient through
+            # bitsandbytes would pack the weight for inference, and then cannot propagate gradients
             module.support_avx512bf16_for_cpu = False
     expanded = _on_same_weights(model, quantised)
     for key in ("architectures", "auto_map"):
@@ -175,7 +177,7 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
     stock, stock_config = type(expanded), type(expanded.config)
     classes = modeling.expanded_classes({"AutoModel": stock}, stock_config)
     expanded.__class__, expanded.config.__class__ = classes["AutoModel"], classes["AutoConfig"]
-    # the class has it; an instance that was read from a file may have the old one
+    # the class defines it; an instance from a file may still have the old value
     vars(expanded.config).pop("model_type", None)
     expanded.config.scale_surgery = {"base": config[CONFIG_KEY][BASE_KEY], "expansions": []}
     expanded.let_paths_through()
@@ -183,7 +185,7 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _on_same_weights(model: Any, quantised: Mapping[str, Any]) -> Any:
-    """A copy whose parameters are frozen views of the model's; quantised modules share weight and state."""
+    """Copy a model with frozen views of its parameters. Quantised modules share weight and state."""
     from torch import nn
 
     views = {id(tensor): nn.Parameter(tensor.detach(), requires_grad=False) for tensor in model.parameters()}
@@ -192,21 +194,21 @@ def _on_same_weights(model: Any, quantised: Mapping[str, Any]) -> Any:
 
 
 def _quantisation_state(module: Any) -> list[Any]:
-    """Attributes of a quantised module that describe its weight; some change as the module runs."""
+    """Return the attributes of a quantised module that describe its weight. Some change during a run."""
     from torch import nn
 
     return [value for key, value in vars(module).items() if key not in {*vars(nn.Module()), *HOOKED}]
 
 
 def _put_tensors(model: Any, stored: StoredExpansion, name: str, *, float32: bool) -> None:
-    """Load the tensors of a new expansion, each on the device of the module beside it, in the base's dtype."""
+    """Load the tensors of a new expansion in the base's dtype, each on the device of the module that it expands."""
     import torch
     from safetensors import safe_open
 
     wanted = {key: parameter for key, parameter in model.named_parameters() if expansion_of(key) == name}
     places = reading_of(model).places(renamed(tensor, name) for tensor in stored.tensors)
     names = {tensor: places[renamed(tensor, name)].name for tensor in stored.tensors}
-    # a model without a head has no place for the tensors beside a head
+    # a model without a head has no place for the head's expansion
     missing = sorted(wanted.keys() - set(names.values()))
     if missing:
         model.delete_expansion(name)
@@ -221,7 +223,7 @@ def _put_tensors(model: Any, stored: StoredExpansion, name: str, *, float32: boo
 
 
 def _device_beside(model: Any, tensor: str) -> torch.device:
-    """Device of the base module beside which a tensor of an expansion stands, or of the next module around it."""
+    """Return the device of the base module that a tensor expands, or of the closest outer module with parameters."""
     path = tensor.partition(INFIX)[0]
     while True:
         inside = model.get_submodule(path).named_parameters(prefix=path)

@@ -1,1 +1,1 @@
-"""Results to look at: tables for the terminal, figures, and pages for the browser."""
+"""Views of results: tables for the terminal, figures, and pages for the browser."""

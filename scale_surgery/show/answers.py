@@ -1,4 +1,4 @@
-"""Answers as they are generated: tokens marked by their path, and two answers side by side."""
+"""Answers during generation: tokens marked by their path, and two answers in columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def choose_marking(console: Console, look: Look) -> Marking:
-    """How the paths of a routed model's tokens are shown on a console."""
+    """Choose the marks by which a console shows the paths of tokens."""
     has_colours = has_colour(console)
     if look.paths is False or (look.paths is None and not has_colours):
         return "nothing"
@@ -28,7 +28,7 @@ def choose_marking(console: Console, look: Look) -> Marking:
 
 
 def render_legend(paths: Sequence[str], marking: Marking) -> list[RenderableType]:
-    """What the marks of paths mean; nothing where there are none."""
+    """Return the legend of the path marks; empty if there are none."""
     if not paths or marking == "nothing":
         return []
     return [Legend(choose_colours(paths), is_plain=marking == "brackets")]
@@ -37,12 +37,12 @@ def render_legend(paths: Sequence[str], marking: Marking) -> list[RenderableType
 def render_opening(
     name: str, rows: Sequence[tuple[str, str]], paths: Sequence[str], marking: Marking
 ) -> RenderableType:
-    """The lines above a conversation: model, settings, and the legend of paths."""
+    """Return the lines above a conversation: model, settings, and the legend of paths."""
     return Group(Facts(name, rows), *render_legend(paths, marking), Text())
 
 
 class SideBySide:
-    """Texts in columns of the same width; while they grow, the last lines that fit."""
+    """Texts in columns of equal width. While they grow, only the last lines that fit are shown."""
 
     def __init__(self, names: Sequence[str], texts: Sequence[Text], *, is_growing: bool = False) -> None:
         self.names, self.texts, self.is_growing = names, texts, is_growing
@@ -52,14 +52,14 @@ class SideBySide:
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
         for name in self.names:
             table.add_column(sentence(name), width=width, overflow="fold")
-        # a heading, and a line for the cursor
+        # minus the heading and the line of the cursor
         most = max(1, console.size.height - 3) if self.is_growing else 0
         table.add_row(*(Text("\n").join(text.wrap(console, width, overflow="fold")[-most:]) for text in self.texts))
         yield table
 
 
 class AnswerScreen:
-    """Shows one answer as it grows, or those of the base and of the model side by side."""
+    """A view of a growing answer, or of the base's and the model's answers in two columns."""
 
     def __init__(self, out: Output, marking: Marking, names: Sequence[str], paths: Sequence[str]) -> None:
         self.out, self.names = out, names
@@ -81,7 +81,7 @@ class AnswerScreen:
         self.draw(SideBySide(self.names, self.texts, is_growing=True))
 
     def end(self) -> None:
-        """Show that no token follows."""
+        """Finish the answers: close open marks and end the line."""
         self.stack.close()
         for text, marks in zip(self.texts, self.marks, strict=True):
             text.append_text(marks.end())
@@ -92,7 +92,7 @@ class AnswerScreen:
 
 
 class AnswerPrinter:
-    """Shows the answers to independent prompts, one below the other."""
+    """A printer of answers to independent prompts, one below the other."""
 
     def __init__(self, out: Output, model: str, prompts: Sequence[str], look: Look, *, compare: bool) -> None:
         self.out, self.prompts = out, prompts

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def command(*words: object) -> str:
-    """A command of this program."""
+    """Return a command line of this program."""
     return shlex.join(["scale-surgery", *map(str, words)])
 
 
 def changed_options(options: Any, defaults: Any, without: Collection[str] = ()) -> Iterator[str]:
-    """The options, as they are typed, in which a filled dataclass differs from its defaults."""
+    """Yield the words of the options in which a filled dataclass differs from its defaults."""
     for name, field in fields_of(type(options)).items():
         value = getattr(options, name)
         if name not in without and field.is_plain and value not in (None, getattr(defaults, name)):
@@ -51,38 +51,41 @@ def _typed(field: Field, value: Any) -> list[str]:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as --set takes it."""
+    """Return a value in the form that --set accepts."""
     import yaml
 
-    # after a bare value YAML ends the document
+    # YAML ends the document after a bare value
     return str(yaml.safe_dump(value, width=math.inf)).removesuffix("\n").removesuffix("\n...")
 
 
 def of_revision(revision: str | None) -> list[str]:
-    """The option that names a revision of a Hub repository."""
+    """Return the option for a revision of a Hub repository."""
     return ["--revision", revision] if revision else []
 
 
 def trusting(architecture: Architecture) -> list[str]:
-    """The option with which a command runs classes in the model's folder."""
+    """Return the option that lets a command run code from the model's folder."""
     return ["--trust-remote-code"] if architecture.own_code else []
 
 
 def running_command(name: str, path: Path, *options: object) -> str:
-    """A command that runs the model in a folder, with what it needs where classes of the base's own are in it."""
+    """Return a command that runs a model.
+
+    If the base has its own classes, the command includes --trust-remote-code.
+    """
     has_own_code = any((path / file).is_file() for file in OWN_CODE_FILES)
     return command(name, path, *options, *["--trust-remote-code"] * has_own_code)
 
 
 def verify_command(path: Path) -> str:
-    """The command that checks an expanded folder."""
+    """Return the command that verifies an expanded folder."""
     return running_command("verify", path)
 
 
 def expand_command(
     model: str, made: Plan, tokens: TokenSource, revision: str | None = None, plan: Path | None = None
 ) -> str:
-    """The expand command of a plan, which finds its new tokens where they were found."""
+    """Return the expand command of a plan, with the same source of new tokens."""
     trust = trusting(made.architecture)
     if plan is None:
         options = (*expand_options(made.request, revision), *changed_options(tokens, TokenSource()))
@@ -91,7 +94,7 @@ def expand_command(
 
 
 def expand_options(request: Request, revision: str | None) -> Iterator[str]:
-    """The options of expand that ask for what a request does."""
+    """Yield the options of `expand` for a request."""
     yield from of_revision(revision)
     yield from ("--layers", request.layers)
     yield from [] if request.method == DEFAULT_METHOD else ["--method", request.method]
@@ -99,7 +102,7 @@ def expand_options(request: Request, revision: str | None) -> Iterator[str]:
 
 
 def after_verification(result: Verification) -> str:
-    """The next command after verify."""
+    """Return the next command after `verify`."""
     if not result.passed:
         return running_command("verify", result.path, "-o", "certificate.json")
     if result.state == "trained" or result.routing is not None:
@@ -108,12 +111,15 @@ def after_verification(result: Verification) -> str:
 
 
 def after_evaluation(result: Evaluation, models: Sequence[str]) -> str:
-    """The next command after evaluate: inspect, or of the last expanded model train, report or route-report."""
+    """Return the next command after `evaluate`.
+
+    For the last expanded model it is `train`, `report` or `route-report`. Without an expanded model it is `inspect`.
+    """
     last = max((place for place, score in enumerate(result.scores) if score.kind == "expanded"), default=None)
     if last is None:
         return command("inspect", models[-1])
     score, *parts = result.scores[last:]
-    # of models whose folders have one name, rows are called what was typed
+    # if folders of two models share a name, a row has the path as it was typed
     path = Path(score.name if score.name in models else _of_name(score.name, models))
     if any(part.kind in ("adapt", "path") for part in parts):
         texts = (word for file in (*result.old, *result.new) for word in ("--text", file))
@@ -130,8 +136,8 @@ def _of_name(name: str, models: Sequence[str]) -> str:
 
 
 def after_report(report: Report, path: Path, name: str | None) -> str:
-    """The next command after report, which was given a name where there are several expansions."""
-    # a report is of one expansion, as if the folder held it alone: the others and the router stand in the config
+    """Return the next command after `report`. `name` is the expansion that the user named."""
+    # the report covers one expansion only; the other expansions and the router are in the config
     specs = read_json(path / CONFIG_FILE).get(CONFIG_KEY, {})
     if not any(tensor.is_trained for tensor in report.tensors):
         named = [] if name is None or len(specs_of_expansions(specs)) == 1 else ["--name", name]

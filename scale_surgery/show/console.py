@@ -1,4 +1,4 @@
-"""Print results for people and for machines; no other module prints."""
+"""Print results for people and for machines. No other module prints."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from scale_surgery.show.visible import visible_line, visible_text
 
 
 class VisibleConsole(Console):
-    """A console that shows control characters by signs; only rich itself moves the cursor."""
+    """A console that shows control characters as signs. Only rich itself moves the cursor."""
 
     def __init__(self, *, warns: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.warns = warns
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Make a text of a string, before rich drops some of its control characters."""
+        """Convert a string to a text, before rich drops some of its control characters."""
         return super().render_str(visible_text(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What is written for something that can be shown."""
+        """Yield the segments of a renderable, with control characters as signs."""
         if isinstance(renderable, Warned) and not self.warns:
             return
         for part in super().render(renderable, options):
@@ -46,23 +46,24 @@ class VisibleConsole(Console):
 
 
 class Output:
-    """Where results and messages go: results on stdout, everything else on stderr.
+    """A pair of consoles: results on stdout, all other messages on stderr.
 
     Attributes:
-        track: Shows how far long work is: a bar on a terminal, lines where stderr is a file or a pipe, nothing with -q.
+        track: Shows the progress of long work: a bar on a terminal, lines if stderr is a file or a pipe, nothing with
+            -q.
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json, self.has_shown = as_json, False
         self.messages = VisibleConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-        # of several processes only the first prints
+        # of several processes, only the first prints
         self.is_first = os.environ.get("RANK", "0") == "0"
         self.quiet = quiet or not self.is_first
-        # a file, whatever FORCE_COLOR says of it; a dumb terminal moves no cursor
+        # a file is never drawn on, even with FORCE_COLOR; a dumb terminal cannot move the cursor
         self.draws = sys.stderr.isatty() and not self.messages.is_dumb_terminal
         self.log = LogLines(self._write_line)
         self.track: Track = no_track if self.quiet else self._bar if self.draws else self.log.track
-        # without markup: a name may hold brackets
+        # without markup: a name may contain brackets
         self.results = VisibleConsole(warns=not self.quiet, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
     def show(self, result: Any, rendered: RenderableType) -> None:
@@ -76,22 +77,25 @@ class Output:
             self.results.print(rendered, crop=False)
 
     def show_error(self, name: str, problems: Iterable[Problem]) -> None:
-        """Print an error as JSON, if that was asked for and no result was printed."""
+        """Print an error as JSON, if --json is given and no result was printed."""
         if self.is_first and self.as_json and not self.has_shown:
             self._print_json({"error": name, "problems": [problem.to_json() for problem in problems]})
 
     def _print_json(self, content: Any) -> None:
         self.has_shown = True
-        # JSON escapes all that is not ASCII, and of ASCII all control characters but one
+        # json.dumps escapes non-ASCII characters and all ASCII control characters except DEL
         sys.stdout.write(json.dumps(content, indent=2).replace("\x7f", "\\u007f") + "\n")
 
     def say(self, message: RenderableType, *, as_it_is: bool = False) -> None:
-        """Print something beside the result, unless --json or -q is given; `as_it_is` wraps no line."""
+        """Print a message along with the result, unless --json or -q is given.
+
+        With `as_it_is`, lines are not wrapped.
+        """
         if not (self.quiet or self.as_json):
             self.results.print(message, soft_wrap=as_it_is, crop=False)
 
     def stream(self, part: Text) -> None:
-        """Print a piece of text without ending the line; the terminal wraps it."""
+        """Print a piece of text without ending the line. The terminal wraps it."""
         if self.is_first and not self.as_json:
             self.results.print(part, end="", soft_wrap=True)
 
@@ -102,7 +106,7 @@ class Output:
 
     @contextmanager
     def redrawn(self) -> Iterator[Callable[[RenderableType], None]]:
-        """Give a function that redraws in place on a terminal, and draws nothing elsewhere."""
+        """Yield a function that redraws in place on a terminal, and draws nothing elsewhere."""
         if self.as_json or not self.results.is_terminal:
             yield lambda rendered: None
             return
@@ -110,9 +114,9 @@ class Output:
             yield lambda rendered: live.update(rendered, refresh=True)
 
     def ask(self, prompt: str) -> str:
-        """Read a line, with a prompt where somebody types it."""
+        """Read a line. A prompt is shown if the user types it."""
         if isinstance(sys.stdin, TextIOWrapper) and sys.stdin.errors != "replace":
-            sys.stdin.reconfigure(errors="replace")  # what is typed or piped in may be no UTF-8
+            sys.stdin.reconfigure(errors="replace")  # input may not be valid UTF-8
         if self.as_json or not (sys.stdin.isatty() and self.results.is_terminal):
             if not (line := sys.stdin.readline()):
                 raise EOFError
@@ -122,16 +126,16 @@ class Output:
         return input(prompt)
 
     def say_file(self, done: str, *files: Path) -> None:
-        """Say what was written, or drawn, to which files."""
+        """Print the names of files that were written or drawn."""
         self.say(Text("\n") + sentence(f"{done} to {' and '.join(map(str, files))}"), as_it_is=True)
 
     def suggest(self, command: str) -> None:
-        """End a result with the command to type next."""
+        """Print the next command to type, at the end of a result."""
         if self.is_first and not self.as_json:
             self.results.print("", Facts("", [(NEXT, command)]), sep="\n", crop=False)
 
     def warn(self, message: str) -> None:
-        """Print a warning on stderr, in one line."""
+        """Print a warning on stderr, on one line."""
         if self.quiet:
             return
         if self.draws:
@@ -140,24 +144,24 @@ class Output:
             self._write_line(f"warning: {message}")
 
     def begin(self, stage: str, what: str) -> None:
-        """Say in a log that a stage of a long job begins; a terminal has its bars."""
+        """Log the start of a stage of a long job. A terminal shows bars instead."""
         if not (self.quiet or self.draws):
             self.log.line(stage, what)
 
     def _write_line(self, line: str) -> None:
-        """Write a line to a log at once; one that is full or closed ends no job."""
+        """Write a line to a log at once. A full or closed log does not end the job."""
         with suppress(OSError):
             print(visible_line(line), file=sys.stderr, flush=True)
 
     def fail(self, *lines: str, trace: str = "") -> None:
-        """Print an error on stderr, with its traceback if given; -q does not silence it."""
+        """Print an error on stderr, with its traceback if given. -q does not silence it."""
         if trace:
             self.messages.print(trace, end="")
         self.messages.print(Text("error: ", style="bold red") + Text("\n").join(map(sentence, lines)))
 
     @contextmanager
     def _bar(self, label: str, total: int) -> Iterator[Any]:
-        """Show a progress bar on stderr, and give a function that advances it."""
+        """Show a progress bar on stderr, and yield the function that advances it."""
         bar = (
             TextColumn("{task.description:<14}", markup=False),
             BarColumn(),
@@ -180,6 +184,6 @@ class Output:
 
 
 def to_json(result: Any) -> dict[str, Any]:
-    """A result as plain JSON values."""
+    """Return a result as plain JSON values."""
     content: dict[str, Any] = result.to_json() if hasattr(result, "to_json") else plain_json(asdict(result))
     return content

@@ -1,4 +1,4 @@
-"""Forgetting against learning as PNG: a point for each setting of a router, beside the base and the adapt path."""
+"""Forgetting against learning as PNG: a point per setting of a router, and the base and the adapt path."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from scale_surgery.routing.outcome import Outcome
 
 PANEL_WIDTH, HEIGHT = 5.2, 5.0
-# of what is shown, at each side
+# margin on each side, as a share of the range
 MARGIN = 0.07
-# settings that fill less of an axis than this get a panel of their own
+# settings that span less of an axis than this get their own panel
 SMALL = 0.5
-# nothing is blown up beyond this, in nats per token
+# least range of an axis, in nats per token; smaller differences are not magnified
 LEAST_SPREAD = 0.005
 # sizes of the first and of the last point of a line
 SMALLEST, LARGEST = 10, 46
@@ -35,12 +35,12 @@ MARKS: dict[str, dict[str, Any]] = {
     "proposed": {"marker": "o", "s": 260, "facecolor": "none", "edgecolor": VERMILION, "linewidth": 2.0, "zorder": 5},
 }
 DOTTED: dict[str, Any] = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (2, 3)), "zorder": 1}
-# most thresholds that are written beside the scale of their colours
+# most thresholds that label the colour scale
 MOST_THRESHOLDS = 18
 
 
 def calibration_figure(result: Calibration) -> Figure:
-    """Forgetting against learning, a point for each setting; a second panel shows settings that lie close together."""
+    """Draw forgetting against learning, a point per setting. A second panel magnifies crowded settings."""
     from matplotlib.figure import Figure
 
     everything = [result.base, result.adapt, *result.outcomes]
@@ -69,7 +69,7 @@ def _is_crowded(outcomes: Sequence[Outcome], everything: Sequence[Outcome]) -> b
 
 
 def _limits(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
-    """Ends of both axes."""
+    """Return the limits of both axes."""
     ends = []
     for values in ([outcome.forgetting for outcome in outcomes], [outcome.learning for outcome in outcomes]):
         low, high = min(values), max(values)
@@ -79,7 +79,7 @@ def _limits(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
 
 
 def _draw_panel(axes: Axes, result: Calibration, shown: Sequence[Outcome]) -> PathCollection:
-    """Draw settings, and give the points of the last line."""
+    """Draw settings, and return the points of the last line."""
     across, up = _limits(shown)
     axes.set_xlim(*across)
     axes.set_ylim(*up)
@@ -102,7 +102,10 @@ def _draw_panel(axes: Axes, result: Calibration, shown: Sequence[Outcome]) -> Pa
 
 
 def _lines(result: Calibration) -> Iterator[tuple[str, Any, list[Outcome]]]:
-    """Name, colour or place of each threshold, and points of each line, along which the preserve path loses weight."""
+    """Yield the lines: label, colours and settings.
+
+    The weight of the preserve path falls along a line. The cosine router has one line, coloured by threshold.
+    """
     from matplotlib import colormaps
 
     if _is_cosine(result):
@@ -111,19 +114,19 @@ def _lines(result: Calibration) -> Iterator[tuple[str, Any, list[Outcome]]]:
     rates = sorted({_line_of(outcome)[0] for outcome in result.outcomes})
     for (rate, is_alike), some in groupby(result.outcomes, key=_line_of):
         colour = colormaps["viridis"](0.92 * rates.index(rate) / max(1, len(rates) - 1))
-        # one entry of the legend for a colour; what begins with a line is none
+        # one legend entry per colour; matplotlib skips labels that start with an underscore
         yield f"{'' if is_alike else '_'}switch rate {rate:g}", [colour], list(some)[::-1]
 
 
 def _line_of(outcome: Outcome) -> tuple[float, bool]:
-    """Switch rate, and whether all expansions of a composed model begin with the same weight."""
+    """Return the switch rate, and True if all expansions of a composed model have equal prior weights."""
     routing = outcome.routing
     assert isinstance(routing, PosteriorRouter)
     return routing.switch_rate, is_even(weights_of(routing)[1:])
 
 
 def _labels(result: Calibration) -> dict[str, str]:
-    """Marks by name of the outcome, and what the legend says."""
+    """Return the legend label of each special outcome, by its name."""
     return {
         "base": "base model",
         "adapt": "best path alone" if result.has_several else "adapt path alone",
@@ -133,7 +136,7 @@ def _labels(result: Calibration) -> dict[str, str]:
 
 
 def _frame(axes: Axes, closer: Axes) -> None:
-    """Show in one panel what another one shows closer."""
+    """Draw the frame of a magnified panel into the other panel."""
     from matplotlib.patches import Rectangle
 
     (left, right), (bottom, top) = closer.get_xlim(), closer.get_ylim()
@@ -151,7 +154,7 @@ def _draw_legend(figure: Figure, panels: int, result: Calibration) -> None:
 
 
 def _name_thresholds(axes: Axes, points: PathCollection, outcomes: Sequence[Outcome]) -> None:
-    """Write thresholds beside the scale of their colours, evenly spaced ones where they are many."""
+    """Label the colour scale with thresholds, evenly spaced ones if there are many."""
     count = min(len(outcomes), MOST_THRESHOLDS)
     named = [round(place * (len(outcomes) - 1) / max(1, count - 1)) for place in range(count)]
     bar = axes.figure.colorbar(points, ax=axes, ticks=named, label="threshold", pad=0.02, aspect=40)

@@ -1,4 +1,4 @@
-"""The stability-plasticity plane: loss on old text against loss on new text, a numbered point for each model."""
+"""The stability-plasticity plane: loss on old text against loss on new text, a numbered point per model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.evaluate_models import Score
 
-# in inches; each row of the legend comes to the height
+# in inches; each legend row adds ROW to the height
 WIDTH, HEIGHT, ROW = 6.4, 4.2, 0.17
-# longer names stand in one column
+# longer names are listed in one column
 SHORT_NAME = 40
-# colours that people with any colour vision tell apart (Okabe and Ito); shapes tell the same
+# colour-blind-safe colours (Okabe and Ito); shapes repeat the distinction
 MARKERS: dict[str, dict[str, Any]] = {
     "base": {"marker": "*", "s": 190, "color": INK, "zorder": 4},
     "expanded": {"marker": "o", "s": 70, "color": BLUE, "zorder": 3},
@@ -33,11 +33,11 @@ MARKERS: dict[str, dict[str, Any]] = {
     "disabled": {"marker": "o", "s": 330, "facecolor": "none", "edgecolor": "#009E73", "linewidth": 1.6, "zorder": 2},
     "other": {"marker": "s", "s": 60, "color": VERMILION, "zorder": 3},
 }
-# of what is shown, at each side; numbers need the room
+# margin on each side, as a share of the range; the numbers of points need it
 MARGIN = 0.15
-# the numbers of models within these shares of the plane stand together
+# models within these shares of the plane share one label
 NEAR = (0.04, 0.05)
-# most characters of a line of numbers
+# most characters in a line of a label
 LINE_WIDTH = 12
 NUMBERS: dict[str, Any] = {
     "textcoords": "offset points",
@@ -52,7 +52,7 @@ ARROW = {"arrowstyle": "->", "color": "#B0B0B0", "linewidth": 1.0, "shrinkA": 9,
 
 @dataclass(frozen=True)
 class Point:
-    """A model in the plane: its number, its losses in nats per token, and what was measured."""
+    """A model in the plane: its number, its losses in nats per token, and its score."""
 
     number: int
     old: float
@@ -61,17 +61,17 @@ class Point:
 
     @property
     def place(self) -> tuple[float, float]:
-        """Its coordinates."""
+        """The coordinates."""
         return self.old, self.new
 
 
 def plot_plane(evaluation: Evaluation, file: Path) -> None:
-    """Draw loss on old text against loss on new text into a PNG or SVG file, a point for each model."""
+    """Draw loss on old text against loss on new text into a PNG or SVG file, a point per model."""
     save_figure(plane_figure(evaluation), file)
 
 
 def plane_figure(evaluation: Evaluation) -> Figure:
-    """The figure of `plot_plane`; a model whose loss is not finite is not in it."""
+    """Return the figure of `plot_plane`. Models with a non-finite loss are omitted."""
     from matplotlib.figure import Figure
 
     points = _points(evaluation)
@@ -91,13 +91,13 @@ def plane_figure(evaluation: Evaluation) -> Figure:
     _write_numbers(axes, groups)
     legend = figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=8, markerscale=0.65)
     for text in legend.get_texts():
-        # a name may have any character
+        # names may contain $, which starts a formula in matplotlib
         text.set_parse_math(False)
     return figure
 
 
 def _points(evaluation: Evaluation) -> list[Point]:
-    """Models with two finite losses, numbered in their order."""
+    """Return the models with two finite losses, numbered in order."""
     places = [
         (score.old.nats_per_token, score.new.nats_per_token, score)
         for score in evaluation.scores
@@ -108,7 +108,7 @@ def _points(evaluation: Evaluation) -> list[Point]:
 
 
 def _set_limits(axes: Axes, places: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Set limits with room for labels; gives width and height."""
+    """Set the limits with room for labels, and return width and height."""
     (left, right), (bottom, top) = (_limits(values) for values in zip(*places, strict=True))
     axes.set_xlim(left, right)
     axes.set_ylim(bottom, top)
@@ -117,7 +117,7 @@ def _set_limits(axes: Axes, places: Sequence[tuple[float, float]]) -> tuple[floa
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    # small differences are not blown up
+    # small differences are not magnified
     spread = max(high - low, 0.05 * high, 1e-3)
     middle, half = (low + high) / 2, spread * (0.5 + MARGIN)
     # no loss is negative
@@ -125,7 +125,7 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _groups(points: Sequence[Point], old_reach: float, new_reach: float) -> list[list[Point]]:
-    """Models that are near to the first of their group."""
+    """Group the models that are near the first of their group."""
     groups: list[list[Point]] = []
     for point in points:
         near = [
@@ -152,7 +152,7 @@ def _draw_points(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _moves(groups: Sequence[Sequence[Point]]) -> Iterator[tuple[Point, Point]]:
-    """From base to model, for models that do not stand beside their base."""
+    """Yield the pairs of base and model whose points are far apart."""
     where = {point.score.name: (point, group) for group in groups for point in group}
     for group in groups:
         for point in group:

@@ -1,4 +1,4 @@
-"""Curves, in files and in pages, and the figures of a training run and of a ranking; pyplot is not used."""
+"""Curves for files and pages, and the figures of a training run and of a ranking. pyplot is not used."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 DOTS_PER_INCH = 160
 PANEL_SIZE = (7.0, 2.1)
-# shapes repeat what colours say
+# shapes repeat the distinction by colours
 MARKERS = {BLUE: "o", VERMILION: "s"}
-# a curve of more points has no markers
+# a curve with more points than this has no markers
 MOST_MARKERS = 40
-# a curve of more points than this gets a running mean, over this share of it
+# a curve with more points than this is smoothed by a running mean over this share of it
 NOISY_POINTS = 60
 SMOOTHED_SHARE = 1 / 30
 
-# panel of a training run: label of the axis, and for each curve its key in the records, its name and its colour
+# panels of a training run by axis label; a line is the key in the records, the name and the colour
 Line = tuple[str, str, str]
 PANELS: tuple[tuple[str, tuple[Line, ...]], ...] = (
     ("nats per token", (("loss", "training loss", BLUE),)),
@@ -47,11 +47,11 @@ class Curve:
 
     Attributes:
         name: Name in the legend.
-        points: Its points; the line breaks at a value that is not finite, and joins nothing across it.
+        points: Its points. The line is interrupted at a value that is not finite.
         colour: Its colour, as #rrggbb.
         style: Solid or dashed, as matplotlib spells it.
-        in_legend: Whether the legend names it.
-        has_markers: Whether its points are marked, where they are few.
+        in_legend: True if the legend names it.
+        has_markers: True if its points are marked, provided there are few.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Curve:
 
 
 def draw_curve(axes: Axes, curve: Curve) -> Line2D:
-    """Draw a line, with markers where it has few points."""
+    """Draw a line, with markers if it has few points."""
     marker = MARKERS.get(curve.colour, "") if curve.has_markers and len(curve.points) <= MOST_MARKERS else ""
     x, y = [place for place, _ in curve.points], [value for _, value in curve.points]
     (line,) = axes.plot(
@@ -73,18 +73,18 @@ def draw_curve(axes: Axes, curve: Curve) -> Line2D:
 
 
 def plot_training(records: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw loss, forgetting, learning and accuracies over the steps of a run, into a PNG or SVG file."""
+    """Draw loss, forgetting, learning and accuracies against the steps of a run into a PNG or SVG file."""
     save_figure(training_figure(records), file)
 
 
 def save_figure(figure: Figure, file: Path) -> None:
-    """Write a figure as its suffix says, SVG or else PNG, whole or not at all; equal figures give equal bytes."""
+    """Write a figure atomically, as SVG if the suffix is .svg and as PNG otherwise. Equal figures give equal bytes."""
     with finished_file(file) as temporary:
         _write(figure, temporary, "svg" if file.suffix.lower() == ".svg" else "png", facecolor="white")
 
 
 def image_of(figure: Figure) -> str:
-    """A figure as a data URL of an SVG with a transparent background."""
+    """Return a figure as a data URL of an SVG with a transparent background."""
     written = io.BytesIO()
     _write(figure, written, "svg", transparent=True)
     return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"
@@ -103,7 +103,7 @@ def _write(figure: Figure, file: Any, form: str, **options: Any) -> None:
 
 
 def training_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
-    """The figure of `plot_training`; a panel without data is left out, the first one never."""
+    """Return the figure of `plot_training`; empty panels are omitted, except the first."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -120,13 +120,13 @@ def training_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def curve_of(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of the records that have a key."""
+    """Return steps and values of the records that have a key."""
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def training_curves(records: Sequence[Mapping[str, Any]], lines: Sequence[Line]) -> list[Curve]:
-    """Curves of a panel that have data, as running means where they are noisy."""
+    """Return the curves of a panel that have data, smoothed if they have many points."""
     curves = []
     for key, name, colour in lines:
         steps, values = curve_of(records, key)
@@ -153,7 +153,7 @@ def _draw_panel(axes: Axes, label: str, records: Sequence[Mapping[str, Any]], li
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """Values as they are, or means over their neighbours where they are many; as many as went in."""
+    """Return as many values as given: unchanged, or as means over neighbours if there are many."""
     if len(values) <= NOISY_POINTS:
         return list(values)
     reach = math.ceil(len(values) * SMOOTHED_SHARE / 2)
@@ -162,7 +162,7 @@ def running_mean(values: Sequence[float]) -> list[float]:
 
 
 def tidy(axes: Axes) -> None:
-    """Lighten frame and grid."""
+    """Lighten the frame and the grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(color=GREY, labelsize=9)
@@ -171,14 +171,14 @@ def tidy(axes: Axes) -> None:
 
 
 def ranking_figure(result: Ranking) -> Figure:
-    """How much each layer changed: layers from left to right, the proposed ones in another colour and shape."""
+    """Draw the change of each layer from left to right, with the proposed layers in another colour and shape."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     width, height = PANEL_SIZE
     figure = Figure(figsize=(width, height + 0.7), layout="constrained")
     axes = figure.subplots()
-    # no bars: they would begin at zero, and hide how little layers may differ
+    # no bars: they would start at zero, and hide small differences between layers
     for name, marker, colour, is_in in (("proposed", "s", BLUE, True), ("other", "o", GREY, False)):
         layers = [layer for layer in result.layers if (layer.layer in result.proposed) is is_in]
         x, y = [layer.layer for layer in layers], [layer.change for layer in layers]

@@ -1,4 +1,4 @@
-"""How results are laid out: facts, tables, lines of text. A name from a file stays in its cell."""
+"""Layout of results: facts, tables, lines of text. A name from a file cannot leave its cell."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from rich.text import Text
 
 from scale_surgery.show.visible import visible_line
 
-# between two columns
+# blanks between two columns
 GAP = 2
-# the row with the next command, which stays in one line to be copied
+# the row with the next command, kept on one line so that it can be copied
 NEXT = "next"
 
 
 def sentence(text: str, style: str = "") -> Text:
-    """One line of text, whatever names stand in it."""
+    """Return one line of text. Line breaks and control characters become signs."""
     return Text(visible_line(text), style=style)
 
 
 class Warned(Text):
-    """A line that warns, in a result; -q leaves it out."""
+    """A line with a warning in a result. -q omits it."""
 
     def __init__(self, text: str) -> None:
         super().__init__(visible_line(f"warning: {text}"), style="yellow")
 
 
 def heading(title: str, note: str = "") -> Text:
-    """What stands above a table, however narrow that is."""
+    """Return the heading of a table, which may be wider than the table."""
     return sentence(title, "bold") + sentence(f"  ({note})" if note else "", "not bold")
 
 
 class Facts:
-    """Names and values, a pair a line; values wrap between words beside their name, and empty ones are left out."""
+    """A list of names and values, one pair per line. Long values wrap, and empty ones are omitted."""
 
     def __init__(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         self.title = title
@@ -55,14 +55,14 @@ class Facts:
 
 
 class PlainTable(Table):
-    """A table without lines, whose heading is as wide as it likes."""
+    """A table without lines. Its heading may be wider than its columns."""
 
     def __init__(self, title: str | None = None, **options: Any) -> None:
         super().__init__(header_style="dim", box=None, pad_edge=False, **options)
         self.above = title
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Add a row; a cell is one paragraph."""
+        """Add a row. Each cell is one paragraph."""
         super().add_row(*(sentence(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -72,10 +72,9 @@ class PlainTable(Table):
 
 
 class NamedRows:
-    """A table of names and short values; names that leave no room for the values stand above them."""
+    """A table of names and short values. Long names get a line of their own above their values."""
 
     def __init__(self, headers: Sequence[str], *, name: str = "", left: Collection[int] = ()) -> None:
-        """Begin a table."""
         places = range(len(headers) + 1)
         self.columns: list[JustifyMethod] = ["left" if place in {0, *left} else "right" for place in places]
         self.rows: list[tuple[str, ...]] = []

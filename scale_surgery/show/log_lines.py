@@ -1,4 +1,4 @@
-"""Lines of a log: the events that move a progress bar, for a stderr that is no terminal."""
+"""Log lines in place of a progress bar, if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from contextlib import contextmanager
 
 from scale_surgery.progress import Finding, Progress, Steps
 
-# least seconds from a line to the next; stages of a job and findings do not wait
+# least seconds between lines; stages of a job and findings are written at once
 INTERVAL = 30.0
 
 
 class LogLines:
-    """Writes lines with the time of day in front: what is done, how far it is, and what was measured.
+    """A writer of log lines with the time of day: work, progress and measurements.
 
     Args:
-        write: Writes one line.
-        clock: Gives seconds that only grow.
+        write: Writes a line.
+        clock: Returns seconds from a monotonic clock.
     """
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.write, self.clock = write, clock
-        # a command that ends within the interval has no line
+        # a command that ends within the interval writes no line
         self.written = clock()
 
     def line(self, *parts: str) -> None:
@@ -32,9 +32,9 @@ class LogLines:
 
     @contextmanager
     def track(self, label: str, total: int) -> Iterator[Progress]:
-        """Write how far some work is, and give a function that is told."""
+        """Log the progress of some work, and yield the function that receives it."""
         work = Work(total, self.clock())
-        # a training says itself when it begins, and where an earlier run ended
+        # a training logs its own start, and the step at which it resumes
         if self._is_due() and not isinstance(total, Steps):
             self.line(label, work.position)
 
@@ -50,21 +50,21 @@ class LogLines:
 
 
 class Work:
-    """How far some work is, and how fast."""
+    """The progress and the speed of some work."""
 
     def __init__(self, total: int, now: float) -> None:
         self.total, self.done, self.latest = total, 0, now
-        # when, and with how much done, the work that is clocked began
+        # time and finished amount at the start of the timed work
         self.start: tuple[float, int] | None = None
-        # amount and seconds since the last line, without those of measurements
+        # amount and seconds since the last line, without measurements
         self.amount, self.seconds = 0, 0.0
         self.rate = ""
 
     def add(self, advance: int, now: float) -> None:
-        """Add what was just done."""
+        """Add a finished amount."""
         self.done += advance
         if self.start is None or self.done == self.start[1]:
-            # an earlier run may have done what the first report tells of; a measurement before a step is part of none
+            # the first report may include steps of an earlier run, so timing starts after it
             self.start = (now, self.done)
         elif advance:
             self.amount += advance
@@ -73,13 +73,13 @@ class Work:
 
     @property
     def position(self) -> str:
-        """How much is done: steps of how many, or a share."""
+        """The finished part: steps of all steps, or a share."""
         if isinstance(self.total, Steps):
             return f"step {self.done} of {self.total}"
         return f"{min(100, 100 * self.done // max(1, self.total))} %"
 
     def take_rate(self) -> str:
-        """Tokens a second since it was last asked, or as they were before where nothing was done since."""
+        """Return tokens per second since the last call, or the previous rate if nothing was done since."""
         if isinstance(self.total, Steps) and self.amount and self.seconds > 0:
             self.rate = f"{self.total.tokens * self.amount / self.total / self.seconds:,.0f} tokens/s"
         self.amount, self.seconds = 0, 0.0
@@ -87,7 +87,7 @@ class Work:
 
     @property
     def left(self) -> str:
-        """Time left at the mean speed of this run, measurements and checkpoints included; empty before it is known."""
+        """Time left at the mean speed of this run, with measurements and checkpoints; empty if it is unknown."""
         if self.start is None:
             return ""
         began, before = self.start
@@ -98,7 +98,7 @@ class Work:
 
 
 def format_left(seconds: float) -> str:
-    """Write a time to wait: seconds, minutes, or hours and minutes."""
+    """Format a time to wait: seconds, minutes, or hours and minutes."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

@@ -1,4 +1,4 @@
-"""Every colour: of pages by day and by night, of figures, and of the paths of a routed model."""
+"""All colours: of light and dark pages, of figures, and of the paths of a routed model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Palette(NamedTuple):
-    """Colours of a page, each as #rrggbb; its templates know them as variables of the same names."""
+    """The colours of a page, as #rrggbb. Templates use them as variables of the same names."""
 
     background: str
     text: str
@@ -15,7 +15,7 @@ class Palette(NamedTuple):
     surface: str
     accent: str
     focus: str
-    # of the highest value in a table of numbers
+    # the highest value in a table of numbers
     heat: str
 
 
@@ -39,13 +39,13 @@ DARK = Palette(
     focus="#ffffff",
     heat="#155a8f",
 )
-# colours of figures: legible on white and on the dark page, told apart with any colour vision (Okabe and Ito 2008)
+# colours of figures: legible on white and on the dark page, and colour-blind-safe (Okabe and Ito 2008)
 BLUE, VERMILION, GREY, INK = "#0072b2", "#d55e00", "#7b7b7b", "#222222"
 # colours of layers, from the lowest to the highest
 LAYERS = (BLUE, "#7a68cc", "#b255b0", "#cf5070", VERMILION)
 
-# colours of paths, the base's first: Okabe and Ito's hues, as light as dark text on them needs; no two look alike with
-# any colour vision, and more than eight could not be told apart
+# colours of paths, the base's first: hues of Okabe and Ito, light enough for dark text. They are colour-blind-safe;
+# more than eight could not be distinguished.
 PATH_COLOURS = ("#e4e6ea", "#f0654c", "#3791fe", "#9cbaab", "#b67eb4", "#5bd0fe", "#ffd047", "#eda303")
 # colour of all further paths
 OTHERS_COLOUR = "#b9bdc6"

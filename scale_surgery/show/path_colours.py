@@ -1,7 +1,7 @@
-"""The paths of a routed model made visible: a colour for each, and their names where there are no colours.
+"""Marks for the paths of a routed model: a colour for each, or the name of the path without colours.
 
-Eight paths can be told apart, no more: of more expansions, those with the least weight share a pattern, "others". A
-token has the colour of the path with at least half of the weight, and none where no path has it.
+At most eight paths can be distinguished. Further expansions, those with the least weight, share the pattern "others".
+A token has the colour of the path with at least half of the weight. Exception: without such a path it has no colour.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ from scale_surgery.show.visible import visible_line, visible_text
 OPENING, CLOSING = "⟦", "⟧"
 # least weight of the path to which a token is attributed
 MOST_OF_IT = 0.5
-# how the paths of tokens are shown
+# marks for the paths of tokens
 Marking = Literal["colours", "brackets", "nothing"]
 
 
 @dataclass(frozen=True)
 class Colouring:
-    """Names of all paths, the base's first, and their places in PATH_COLOURS; many may share the place after them."""
+    """The names of all paths, the base's first, and their places in PATH_COLOURS.
+
+    Paths without their own colour share the place after the last colour.
+    """
 
     names: tuple[str, ...]
     places: tuple[int, ...]
 
     @property
     def others(self) -> int:
-        """The place of paths without a colour of their own."""
+        """The place of paths without their own colour."""
         return len(PATH_COLOURS)
 
     def named_places(self) -> Iterator[tuple[int, str]]:
-        """Each used place with the name of its path."""
+        """Yield each used place with the name of its path."""
         yield from ((place, name) for place, name in zip(self.places, self.names, strict=True) if place != self.others)
         shared = [name for name, place in zip(self.names, self.places, strict=True) if place == self.others]
         if shared:
             yield self.others, f"others ({', '.join(shared)})"
 
     def place_of(self, weights: Sequence[float] | None) -> int | None:
-        """The place of the path from which a token comes; None where no path has half of the weight."""
+        """Return the place of the path of a token, or None if no path has half of the weight."""
         path = leading(weights)
         return None if path is None else self.places[path]
 
 
 def leading(weights: Sequence[float] | None) -> int | None:
-    """The path with at least half of the weight; None where none has it, or weights are unknown."""
+    """Return the path with at least half of the weight, or None if there is none, or if weights are unknown."""
     if weights is None:
         return None
     path = max(range(len(weights)), key=weights.__getitem__)
@@ -57,7 +60,10 @@ def leading(weights: Sequence[float] | None) -> int | None:
 
 
 def choose_colours(names: Sequence[str], shares: Sequence[float] | None = None) -> Colouring:
-    """Give each path a colour; of too many expansions those with the largest shares, or the first ones."""
+    """Assign a colour to each path.
+
+    If there are too many expansions, those with the largest shares get a colour, or the first ones without shares.
+    """
     expansions = list(range(1, len(names)))
     if shares is not None:
         expansions.sort(key=lambda path: -shares[path])
@@ -67,19 +73,19 @@ def choose_colours(names: Sequence[str], shares: Sequence[float] | None = None) 
 
 
 def has_colour(console: Console) -> bool:
-    """Whether a console shows colours: not into a file, and not with NO_COLOR."""
+    """Return True if a console shows colours: not into a file, and not with NO_COLOR."""
     return console.color_system is not None and not console.no_color
 
 
 def path_styles(console: Console) -> list[str]:
-    """Styles of all places on a console."""
+    """Return the styles of all places on a console."""
     if console.color_system in ("standard", "windows"):
         return [*(f"black on {colour}" for colour in FEW_COLOURS), "black on white underline"]
     return [*(f"{LIGHT.text} on {colour}" for colour in PATH_COLOURS), f"{LIGHT.text} on {OTHERS_COLOUR} underline"]
 
 
 class Legend:
-    """What the colours of paths mean, or the brackets where there are no colours."""
+    """A legend of the path colours, or of the brackets if there are no colours."""
 
     def __init__(self, colouring: Colouring, *, is_plain: bool = False) -> None:
         self.colouring, self.is_plain = colouring, is_plain
@@ -103,10 +109,10 @@ class Legend:
 
 
 class PathMarks:
-    """Shows the tokens of one text, one after the other, with the paths that they came from.
+    """A marker of the tokens of one text by their paths.
 
-    By colours each token has the background of its path. In brackets the name of an expansion stands before its tokens;
-    no bracket goes over the end of a line.
+    With colours, each token has the background of its path. With brackets, the name of an expansion comes before its
+    tokens, and no bracket spans a line break.
     """
 
     def __init__(self, console: Console, marking: Marking, colouring: Colouring | None) -> None:
@@ -114,19 +120,19 @@ class PathMarks:
         self.path = 0
 
     def mark(self, text: str, weights: Sequence[float] | None) -> Text:
-        """The next token, given the weights of the paths that it came from."""
+        """Return the next token with its mark, given the weights of the paths."""
         if self.colouring is None or self.marking == "nothing" or not text:
             return Text(visible_text(text))
         if self.marking == "brackets":
             return self._in_brackets(text, self.colouring.names, weights)
         place = self.colouring.place_of(weights)
         style = "" if place is None else self.styles[place]
-        # a line break has no colour, which a terminal would draw to the end of the line
+        # no colour on line breaks: a terminal would fill the rest of the line
         return Text("\n").join(Text(line, style=style) for line in visible_text(text).split("\n"))
 
     def _in_brackets(self, text: str, names: Sequence[str], weights: Sequence[float] | None) -> Text:
         shown, line_end = text.removesuffix("\n"), "\n" * text.endswith("\n")
-        # an empty line opens no bracket
+        # an empty line does not open a bracket
         path = (leading(weights) or 0) if shown else self.path
         before = Text()
         if path != self.path:
@@ -137,6 +143,6 @@ class PathMarks:
         return token + self.end() + Text(line_end) if line_end else token
 
     def end(self) -> Text:
-        """The closing bracket, if one is open."""
+        """Return the closing bracket if one is open."""
         was, self.path = self.path, 0
         return Text(CLOSING if was else "")

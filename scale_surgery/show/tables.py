@@ -1,4 +1,4 @@
-"""Tables of results: functions named `render_*` turn a result into something that rich can show."""
+"""Tables of results: functions named `render_*` convert a result to a rich renderable."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 def format_bytes(count: float) -> str:
-    """Write a number of bytes for people, in decimal units: 163.0 kB."""
+    """Format a number of bytes in decimal units: 163.0 kB."""
     for unit in ("B", "kB", "MB", "GB"):
-        # as it is printed: 999,950 are 1.0 MB
+        # compare the printed value: 999,950 prints as 1.0 MB
         if round(count, 1) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
@@ -43,9 +43,9 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Write a number of parameters for people: 40.8 k, 1.24 B."""
+    """Format a number of parameters: 40.8 k, 1.24 B."""
     for unit in ("", "k", "M", "B"):
-        # as it is printed: 999,500 are 1 M
+        # compare the printed value: 999,500 prints as 1 M
         if float(f"{count:.3g}") < 1000:
             return f"{count:.3g} {unit}".rstrip()
         count /= 1000
@@ -53,17 +53,20 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration for people."""
+    """Format a duration in seconds."""
     return "under a second" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def format_nats(value: float) -> str:
-    """Write a change of the loss: with a sign, and without digits where it is zero to the last bit."""
+    """Format a change of the loss with a sign; 0 if it is exactly zero."""
     return "0" if value == 0 else f"{value:+z.{4 if abs(value) < 10 else 3}f}"
 
 
 def render_inspection(inspection: Inspection, model: str | None = None, options: Sequence[str] = ()) -> RenderableType:
-    """An inspection as a table; with the name and options by which the model was given, the command to type next."""
+    """Render an inspection.
+
+    If the name of the model and the options are given, the next command is included.
+    """
     sizes = inspection.sizes
     rows = [
         ("family", inspection.family),
@@ -82,7 +85,7 @@ def render_inspection(inspection: Inspection, model: str | None = None, options:
         ("not loaded", name_some(inspection.not_loaded)),
     ]
     if inspection.expanded is None:
-        # the last quarter is what the quick start begins with
+        # the quick start expands the last quarter
         last = f"last:{max(1, sizes.layers // 4)}"
         reason = inspection.quantisation or in_one_line(inspection.not_found)
         planned = "" if model is None or reason else command("plan", model, "--layers", last, *options)
@@ -92,13 +95,13 @@ def render_inspection(inspection: Inspection, model: str | None = None, options:
 
 
 def describe_head(is_tied: bool, has_own_head: bool) -> str:
-    """Where the head lies, in a few words."""
+    """Describe the head: tied to the embedding, or its own tensor."""
     other = ", with other values than the embedding, to which config.json says that it is tied" * has_own_head
     return "tied to the embedding" if is_tied else f"its own tensor{other}"
 
 
 def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[RenderableType]:
-    """Rows of an expanded folder: all of one expansion, or a line for each of several."""
+    """Yield the rows of an expanded folder: all facts of a single expansion, or a line for each of several."""
     revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
     base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
     router = ("router", "none" if added.routing is None else describe_router(added.routing, list(added.expansions)))
@@ -130,7 +133,7 @@ def _layers(inspection: Inspection) -> str:
 
 
 def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tuple[str, str]]:
-    """All of one expansion, its variant first."""
+    """Return all facts of one expansion, its variant first."""
     blocks = ", ".join(f"{block} {format_count(count)}" for block, count in added.parameters_by_block.items())
     where = "none" if not added.collaborative_layers else format_layers(added.collaborative_layers)
     groups = f" ({' and '.join(added.collaborative_groups)})" if added.collaborative_groups else ""
@@ -151,7 +154,7 @@ def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tu
 
 
 def render_expansion(done: Expansion) -> RenderableType:
-    """What an expansion wrote."""
+    """Render the output of `expand`."""
     is_renumbered = done.plan.numbering is not None
     taken = "the same data, layers renumbered in headers" if is_renumbered else "taken over as files"
     rows = [
@@ -164,7 +167,7 @@ def render_expansion(done: Expansion) -> RenderableType:
 
 
 def finished(title: str, rows: Sequence[tuple[str, str]], warnings: tuple[str, ...], following: str) -> RenderableType:
-    """What a command did, its warnings, and the command that comes next."""
+    """Render the facts of a finished command, its warnings, and the next command."""
     next_row = (NEXT, following)
     if not warnings:
         return Facts(title, [*rows, next_row])
@@ -172,7 +175,7 @@ def finished(title: str, rows: Sequence[tuple[str, str]], warnings: tuple[str, .
 
 
 def render_chosen_tokens(chosen: ChosenTokens) -> RenderableType:
-    """What new tokens save on the text from which they were chosen."""
+    """Render the savings of new tokens on the text from which they were chosen."""
     before = chosen.tokens_before
     table = NamedRows(["tokens", "characters each", "bytes each", "saved"])
     for number, tokens in {0: before, **chosen.tokens_after}.items():
@@ -191,12 +194,12 @@ def render_chosen_tokens(chosen: ChosenTokens) -> RenderableType:
 
 
 def _token_text(saving: SavingToken) -> str:
-    """A token with its blanks; a part of a character by its bytes."""
+    """Return a token with visible blanks. A part of a character is written as bytes."""
     return visible("" if "\ufffd" in saving.text else saving.text.replace(" ", "·"), saving.token)
 
 
 def render_stripped(done: Stripped) -> RenderableType:
-    """What `strip` gave back."""
+    """Render the output of `strip`."""
     rows = [
         ("written", str(done.path)),
         ("base", done.base_name),
@@ -208,7 +211,7 @@ def render_stripped(done: Stripped) -> RenderableType:
 
 
 def render_routed(done: Routed) -> RenderableType:
-    """A routed checkpoint, or one whose router was taken away."""
+    """Render the output of `route-export`: a checkpoint with a router, or without one after removal."""
     forks = ", ".join(map(str, sorted(set(done.forks))))
     parts = f"from layer {forks} of {done.layers} on" if forks else "in the head alone"
     rows = [("written", str(done.path)), ("base", done.base_name)]
@@ -229,7 +232,7 @@ def render_routed(done: Routed) -> RenderableType:
 
 
 def render_training(done: Training) -> RenderableType:
-    """What a training run did."""
+    """Render a finished training run."""
     rows = [
         ("written", str(done.path)),
         ("steps", f"{done.steps:,} in {format_seconds(done.seconds)}"),
@@ -248,7 +251,7 @@ def render_training(done: Training) -> RenderableType:
 
 
 def render_schedule(schedule: TrainingSchedule) -> RenderableType:
-    """What a training run will do, before its first step."""
+    """Render the schedule of a training run, before its first step."""
     passes = "once" if schedule.passes == 1 else f"{schedule.passes:.3g} times"
     texts, tokens = counted(schedule.sequences, "sequence"), counted(schedule.tokens, "token")
     rate = "" if schedule.learning_rate is None else f" to {schedule.learning_rate:g}"
@@ -266,7 +269,7 @@ def render_schedule(schedule: TrainingSchedule) -> RenderableType:
 
 
 def render_warnings(warnings: tuple[str, ...]) -> list[Text]:
-    """Warnings, a line each."""
+    """Render warnings, one per line."""
     return [Warned(warning) for warning in warnings]
 
 
@@ -280,7 +283,7 @@ def _loss_rows(done: Training) -> list[tuple[str, str]]:
 
 
 def render_evaluation(result: Evaluation) -> RenderableType:
-    """What models scored, a table for old text and one for new text."""
+    """Render the scores of models, a table for old text and one for new text."""
     sides = (
         ("old text", "forgetting", [(score.name, score.old, score.forgetting) for score in result.scores]),
         ("new text", "learning", [(score.name, score.new, score.learning) for score in result.scores]),
@@ -298,7 +301,7 @@ def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, flo
     first = rows[0][1]
     asked = f", {counted(first.questions, 'question')}" if first.questions else ""
     counts = f"{counted(first.scored, 'token')} scored{asked}"
-    # where models read other tokens, losses for each token say little
+    # if models tokenize differently, losses per token cannot be compared
     reads_others = len({measured.scored for _, measured, _ in rows}) > 1
     bits = ["bits/byte"] * reads_others
     table = NamedRows(["loss", "perplexity", *bits, *(["accuracy"] if first.questions else []), change])

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from scale_surgery.routing.outcome import Outcome
     from scale_surgery.running.loss import Measurement
 
-# a setting is shown where it differs from the one above by this share of the range, in forgetting or in learning
+# a setting is shown if it differs from the one above by this share of the range, in forgetting or in learning
 DIFFERENT = 0.1
 
 
 def render_calibration(result: Calibration, *, details: bool = False) -> RenderableType:
-    """A sweep: base, adapt path, present and best setting, those to choose from, and short prompts."""
+    """Render a sweep: base, adapt path, present and best setting, the candidates, and short prompts."""
     shown = list(result.outcomes) if details else choose_shown(result)
     some = f"{len(shown)} of {counted(len(result.outcomes), 'setting')}"
     return Group(
@@ -42,7 +42,10 @@ def render_calibration(result: Calibration, *, details: bool = False) -> Rendera
 
 
 def choose_shown(result: Calibration) -> list[Outcome]:
-    """Settings by forgetting, without those that another beats in both losses, or that hardly differ from the last."""
+    """Return the settings sorted by forgetting.
+
+    Settings that are beaten in both losses are omitted, and those that hardly differ from the one before.
+    """
     named = (result.present, result.proposed, result.best, result.loosest)
     always = [outcome for outcome in result.outcomes if outcome in named]
     always += [
@@ -108,7 +111,7 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
 
 
 def _number_cells(outcome: Outcome) -> dict[str, str]:
-    """The numbers of a setting, by column."""
+    """Return the numbers of a setting, by column."""
     routing = outcome.routing
     if routing is None:
         return {}
@@ -141,7 +144,7 @@ def _share(value: float | None) -> str:
 
 
 def _render_short(result: Calibration) -> RenderableType:
-    """Weight of the adapt path and forgetting after each number of tokens, for each named setting."""
+    """Render weight of the adapt path and forgetting after each number of tokens, for each named setting."""
     shown = {"present": result.present, "best": result.proposed, "loosest": result.loosest}
     if result.ask is None:
         del shown["loosest"]
@@ -187,7 +190,7 @@ def _next(result: Calibration) -> str:
 
 
 def _gain_rows(result: Calibration) -> Iterator[tuple[str, str]]:
-    """What the best of the allowed settings gains, where it is not the present one."""
+    """Yield the gain of the best allowed setting, if it is not the present one."""
     best = result.best
     if best == result.present:
         return
@@ -206,7 +209,7 @@ def _error(error: float) -> str:
 
 
 def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
-    """The bound on the loss of any text against the base's, before and after."""
+    """Yield the bound on the loss of any text relative to the base, before and after."""
     if result.present.bound is None:
         return
     whole = _change(_bound, result, lambda outcome: outcome.bound or 0.0)
@@ -215,7 +218,7 @@ def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
 
 
 def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
-    """A looser setting: what it would learn more, what it would forget, and how to ask for it."""
+    """Yield the gain and the forgetting of a looser setting, and the option for it."""
     if result.ask is None:
         return
     looser, best = result.loosest, result.proposed
@@ -230,7 +233,7 @@ def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
 
 
 def _change(show: Callable[[float], str], result: Calibration, number: Callable[[Outcome], float]) -> str:
-    """A number before and after."""
+    """Return a number of the present and of the proposed setting."""
     before, after = (f"{show(number(outcome))} nats" for outcome in (result.present, result.proposed))
     return before if before == after else f"{before} before, {after} after"
 

@@ -1,4 +1,4 @@
-"""Tables of the demo beside the results of commands: its steps, a fresh process, and who is known at the end."""
+"""Tables of the demo: its steps, the fresh process, and the known people at the end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def render_step(number: int, title: str, command: str | None) -> RenderableType:
-    """The heading of one step of the demo, with the command to type."""
-    # in one line, so that it can be copied
+    """Render the heading of a step of the demo, with the command to type."""
+    # on one line, so that it can be copied
     shown = [Text(f"$ {command}", style="dim", no_wrap=True, overflow="ignore"), Text()] if command else []
     return Group(Text(), sentence(f"{number}. {title}", "bold cyan"), *shown)
 
 
 def render_reloaded(reloaded: Reloaded) -> RenderableType:
-    """What a fresh process found."""
+    """Render the result of the fresh process."""
     rows = [
         ("class", reloaded.model_class),
         ("logits", "bit-equal to the base's" if reloaded.logits_bit_equal else "DIFFERENT from the base's"),
@@ -35,7 +35,7 @@ def render_reloaded(reloaded: Reloaded) -> RenderableType:
 
 
 def render_demo(result: Demo) -> RenderableType:
-    """What the demo proved."""
+    """Render the result of the demo."""
     same = f"{result.files_identical} of {result.files_compared} files are identical, byte for byte"
     word = Text("All promises kept.", style="bold green") if result.passed else Text("FAILED.", style="bold red")
     left = sentence(f"Left for you in {result.folder}/: every model of the demo, and its data", "dim")
@@ -43,8 +43,8 @@ def render_demo(result: Demo) -> RenderableType:
 
 
 def render_lesson(result: Demo, new_people: int) -> RenderableType:
-    """The end of the demo: who is known after each way to learn, and whether the base's tensors are still there."""
-    # title of the row, what `evaluate` calls the model, folder of the model
+    """Render the end of the demo: accuracy on old and new people, and kept tensors, by training method."""
+    # title of the row, name of the model in the evaluation, folder of the model
     rows = (
         ("base", "biographies (base)", "biographies"),
         ("preserve", "trained", "trained"),
@@ -68,7 +68,7 @@ def _accuracy(measured: Measurement | None) -> str:
 
 
 def _kept(kept: int, tensors: int) -> str:
-    """In words, how many of the base's tensors a model still holds byte for byte."""
+    """Describe how many of the base's tensors a model still has byte for byte."""
     if kept == tensors:
         return "all there"
     return f"{kept} of {tensors} tensors" if kept else "overwritten"

@@ -1,4 +1,4 @@
-"""Other forms of a model in a terminal: merged, extracted, put back on its base, adopted; see `tables`."""
+"""Tables of other forms of a model: merged, extracted, applied, adopted. See `tables`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = {
     "stock": "a plain checkpoint of the base's architecture; no remote code",
     "blocks": "the expanded model again, every shard checked by sha256",
 }
-# why a merged model has other parameters than the model it was made from
+# reasons why a merged model has more or fewer parameters than the original
 REASONS = {
     "zeros": "zeros where a larger matrix has no block",
     "head": "numbers of the head, which is a matrix of its own in the fused form",
@@ -37,7 +37,7 @@ REASONS = {
 
 
 def render_merged(done: Merged) -> RenderableType:
-    """A merged checkpoint, or one that was taken apart again."""
+    """Render the output of `merge`: a merged checkpoint, or one split into blocks again."""
     added = done.parameters - done.parameters_before
     change = f", {added:+,} against the model it was made from" if added else ""
     rows = [
@@ -71,7 +71,7 @@ def _drift_rows(drift: Drift) -> list[tuple[str, str]]:
 
 
 def render_extracted(done: Extracted) -> RenderableType:
-    """What `extract` wrote."""
+    """Render the output of `extract`."""
     named = done.base_name if done.base_revision else "MODEL"
     shards = sum(size for name, size in done.files.items() if name.endswith(".safetensors"))
     rows = [
@@ -86,7 +86,7 @@ def render_extracted(done: Extracted) -> RenderableType:
 
 
 def render_composed(done: Composed) -> RenderableType:
-    """What `compose` wrote."""
+    """Render the output of `compose`."""
     rows = [
         ("written", f"{done.path}  ({format_bytes(done.bytes_added)} beside the base)"),
         ("base", done.base_name),
@@ -100,7 +100,7 @@ def render_composed(done: Composed) -> RenderableType:
 
 
 def render_applied(done: Applied) -> RenderableType:
-    """What `apply` wrote."""
+    """Render the output of `apply`."""
     count = len(done.differing)
     equal = f"{done.base_tensors} compared by sha256, all equal"
     tensors = f"{count} of {done.base_tensors} differ: {name_some(done.differing)}" if count else equal
@@ -124,7 +124,7 @@ def _base(name: str, revision: str | None) -> str:
 
 
 def render_adopted(done: Adopted) -> RenderableType:
-    """What `adopt` wrote."""
+    """Render the output of `adopt`."""
     steps = "" if done.steps is None else f", after {counted(done.steps, 'step')}"
     rows = [
         ("written", str(done.path)),

@@ -1,4 +1,4 @@
-"""Tables of `learn`: the estimate, the stages, and what was learned."""
+"""Tables of `learn`: the estimate, the stages, and the result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ABOUT = {
 
 
 def render_estimate(estimate: Estimate) -> RenderableType:
-    """What a job takes, before it starts."""
+    """Render the estimate of a job, before it starts."""
     stages = [(stage.name, ABOUT[stage.name] + " (done)" * stage.is_done) for stage in estimate.stages]
     about = "at least" if estimate.is_least else "about"
     rows = [
@@ -68,29 +68,32 @@ def render_estimate(estimate: Estimate) -> RenderableType:
 
 
 def _format_samples(sampled: ToSample) -> str:
-    """What the base writes before training, and about how long it takes."""
+    """Describe the text that the base samples before training, and the time for it."""
     took = "its first batch says how long" if sampled.seconds is None else f"about {format_left(sampled.seconds)}"
     return f"about {format_count(sampled.tokens)} tokens of the base's own, at most {sampled.texts:,} texts; {took}"
 
 
 def render_lines(estimate: Estimate) -> RenderableType:
-    """The commands of all stages, to type by hand."""
+    """Render the commands of all stages, to type by hand."""
     lines = [Text(stage.line, no_wrap=True, overflow="ignore") for stage in estimate.stages]
     return Group(heading("stages"), *lines)
 
 
 def render_recipe(file: Path) -> RenderableType:
-    """Where a recipe was written, and how it is run."""
+    """Render the path of a recipe, and the command that runs it."""
     return Facts("recipe", [("written", str(file)), (NEXT, command("learn", "--recipe", file))])
 
 
 def render_stage(name: str, line: str, number: int) -> RenderableType:
-    """The heading of a stage, with its command."""
+    """Render the heading of a stage, with its command."""
     return render_step(number, ABOUT[name], line)
 
 
 def render_result(name: str, result: Any) -> RenderableType | None:
-    """The result of a stage as its command shows it; None where an earlier run did it, or where it has a page."""
+    """Render the result of a stage as its command does.
+
+    None if an earlier run did the stage, or if its result is a page.
+    """
     if name in ("texts-new", "texts-old"):
         return render_held_out(result)
     renders: dict[str, Callable[[Any], RenderableType]] = {
@@ -107,7 +110,7 @@ def render_result(name: str, result: Any) -> RenderableType | None:
 
 
 def render_held_out(done: HeldOut) -> RenderableType:
-    """What text was set aside."""
+    """Render the amounts of text that were set aside."""
     rows = [
         (part, f"{counted(count, 'document')}, {done.characters[part]:,} characters")
         for part, count in done.documents.items()
@@ -116,7 +119,7 @@ def render_held_out(done: HeldOut) -> RenderableType:
 
 
 def cells_of(side: str, learned: Learned) -> list[tuple[str, ...]]:
-    """Rows of the table of what was forgotten, "old", or learned, "new"."""
+    """Return the rows of the table of forgetting ("old") or of learning ("new")."""
     return [(row.name, *_side(getattr(row, side))) for row in learned.rows]
 
 
@@ -128,7 +131,7 @@ def _side(side: Side | None) -> tuple[str, str, str]:
 
 
 def render_learned(learned: Learned) -> RenderableType:
-    """The end of a job: losses, whether it was verified, and the next command."""
+    """Render the end of a job: losses, the result of the verification, and the next command."""
     parts: list[RenderableType] = []
     for side in ("old", "new"):
         parts += list(_render_side(side, learned.rows))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> RenderableType:
-    """A plan as tables: what was resolved, what it costs, and the new tensors of one layer or of all."""
+    """Render a plan: the resolved settings, the costs, and the new tensors of one layer or of all."""
     if not tensors:
         return Facts("plan", plan_rows(plan))
     shown = plan.tensors if details else _sample(plan)
@@ -32,7 +32,7 @@ def render_plan(plan: Plan, *, details: bool = False, tensors: bool = True) -> R
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What was resolved, what it costs, and what the expansion can become, as names and values."""
+    """Return settings, costs and later uses of an expansion, as names and values."""
     costs = plan.costs
     share = costs.parameters_added / costs.parameters_before
     is_mixed = 0 < len(plan.collaboration.layers) < len(plan.layers)
@@ -66,7 +66,7 @@ def _new_tokens(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _odd(plan: Plan) -> list[tuple[str, str]]:
-    """What of the base may surprise."""
+    """Return surprising facts: a head that is not tied although config.json says so, and skipped tensors."""
     facts = plan.facts
     head = [("head", describe_head(plan.sizes.is_tied, facts.has_own_head))] * facts.has_own_head
     return [*head, ("not loaded", name_some(facts.not_loaded))]
@@ -81,7 +81,7 @@ def _added_by_layer(plan: Plan) -> dict[int, int]:
 
 
 def _outside_layers(plan: Plan) -> list[tuple[str, str]]:
-    """Parameters added to embedding, final norm and head, in a small model most of all."""
+    """Return the parameters added to embedding, final norm and head. They weigh most in a small model."""
     added = {tensor.name: tensor.elements for tensor in plan.tensors if tensor.layer is None}
     if not added:
         return []
@@ -127,7 +127,7 @@ def _stock_form(plan: Plan) -> str:
 
 
 def _sample(plan: Plan) -> tuple[TensorPlan, ...]:
-    # a collaborative layer has everything that a preservation layer has
+    # a collaborative layer has all blocks of a preservation layer
     shown = next(iter(plan.collaboration.layers or plan.layers), None)
     return tuple(tensor for tensor in plan.tensors if tensor.layer in (None, shown))
 

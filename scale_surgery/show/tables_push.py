@@ -24,7 +24,7 @@ CARDS = {"written": "from facts", "own": "your own", "kept": "the one in the rep
 
 
 def render_files(pushed: Pushed) -> RenderableType:
-    """What a repository gets, file by file, and what it does not get."""
+    """Render the files that a repository gets, and the files that are left out."""
     table = NamedRows(["", ""], left=(2,))
     for file in pushed.files:
         table.add_row(file.name, format_bytes(file.bytes), ORIGINS[file.origin])
@@ -34,7 +34,7 @@ def render_files(pushed: Pushed) -> RenderableType:
 
 
 def render_pushed(pushed: Pushed) -> RenderableType:
-    """What was pushed, or would be."""
+    """Render a push, or its dry run."""
     base = sum(file.bytes for file in pushed.files if file.origin == "base")
     whose = f"; {format_bytes(base)} of it are the base's own" if base else ""
     visible = "private" if pushed.is_private else "public"
@@ -48,7 +48,7 @@ def render_pushed(pushed: Pushed) -> RenderableType:
     if pushed.commit is None:
         rows.append(("Hub", pushed.obstacle or "would take it"))
     else:
-        # the address of a commit fits no line
+        # the URL of a commit is too long for a line
         rows += [("commit", pushed.commit), ("see", str(pushed.url).partition("/commit/")[0])]
     title = "nothing to push: the Hub has it all" if pushed.is_unchanged else "pushed"
     title = title if pushed.commit is not None else "would be pushed"
@@ -56,7 +56,7 @@ def render_pushed(pushed: Pushed) -> RenderableType:
 
 
 def render_served(served: Served) -> RenderableType:
-    """Where a model is served, and by which name."""
+    """Render the URL and the model names of a server."""
     requests = "chat, responses, completions" if served.has_chat_template else "completions; it has no chat template"
     model = [("model", served.model), *([("or alone", ", ".join(served.paths))] if served.paths else [])]
     return Facts("serving", [*model, ("base URL", served.url), ("requests", requests), ("stop", "Ctrl-C")])

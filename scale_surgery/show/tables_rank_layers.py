@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def render_ranking(result: Ranking) -> RenderableType:
-    """The pilot, its layers from the most changed to the least, and what is proposed."""
+    """Render the pilot, its layers from the most changed to the least, and the proposed layers."""
     read = f"each read {result.passes:.1f} times" if result.passes >= 1 else f"{result.passes:.1%} of them read"
     pilot = [
         (
@@ -64,7 +64,7 @@ def _proposal_rows(result: Ranking) -> Iterator[tuple[str, str]]:
 
 
 def next_command(result: Ranking) -> str:
-    """The command that makes the proposed expansion."""
+    """Return the command that makes the proposed expansion."""
     request = replace(result.request, layers=result.argument)
     trust = ["--trust-remote-code"] * result.trust_remote_code
     return command("expand", result.model, *expand_options(request, result.revision), *trust)

@@ -29,7 +29,7 @@ RANK_COLUMNS = ("rank", "of change", "full")
 
 
 def render_report(report: Report, *, details: bool = False) -> RenderableType:
-    """A report as tables: the facts, the blocks over all layers, and each layer; with `details` each tensor."""
+    """Render a report: the facts, each block over all layers, each layer, and with `details` each tensor."""
     parts: list[RenderableType] = [_facts(report), Text(), _blocks(report), Text(), _layers(report)]
     parts += [Text(), _tensors(report)] if details else []
     parts += [sentence(f"note: {note}", "yellow") for note in report.notes]
@@ -37,32 +37,32 @@ def render_report(report: Report, *, details: bool = False) -> RenderableType:
 
 
 def format_norm(value: float | None) -> str:
-    """Write a norm with three digits, or a dash where there is none."""
+    """Format a norm with three digits; a dash if it is missing."""
     if value is None:
         return NONE
     return "0" if value == 0 else f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".removesuffix(".")
 
 
 def format_share(value: float | None) -> str:
-    """Write a share in percent."""
+    """Format a share in percent."""
     if value is None:
         return NONE
     return "0" if value == 0 else f"{value:.0%}" if value >= 10 else f"{value:.1%}"
 
 
 def format_rank(rank: float | None) -> str:
-    """Write an effective rank."""
+    """Format an effective rank."""
     return NONE if rank is None else f"{rank:.1f}"
 
 
 def collaboration(report: Report) -> list[tuple[str, Norms]]:
-    """Norms of W12 over all layers, of attention and of the FFN; of those that have one."""
+    """Return the norms of W12 over all layers, for attention and FFN if they have W12."""
     by_group = ((f"W12 {name}", report.find("w12", group)) for group, name in GROUPS.items())
     return [(name, add_norms(tensor.norms for tensor in tensors)) for name, tensors in by_group if tensors]
 
 
 def separations(report: Report) -> dict[str, float]:
-    """How far copies went from their originals, by role, the mean over layers; empty where there are none."""
+    """Return the mean distance of copied layers from their originals, by role; empty if there are no copies."""
     by_role: dict[str, list[float]] = {}
     for tensor in report.tensors:
         if tensor.separation is not None:
@@ -71,7 +71,7 @@ def separations(report: Report) -> dict[str, float]:
 
 
 def describe_streams(streams: Streams) -> str:
-    """The base stream in one line."""
+    """Describe the base stream in one line."""
     if streams.is_bit_equal:
         return "bit-equal to the base model's after every layer"
     last, worst = streams.layers[-1], max(streams.layers, key=lambda layer: (math.isnan(layer.drift), layer.drift))
@@ -79,7 +79,7 @@ def describe_streams(streams: Streams) -> str:
 
 
 def describe_measured(report: Report) -> Iterator[tuple[str, str]]:
-    """Forgetting and learning as the last training run measured them last."""
+    """Yield forgetting and learning from the last measurement of the last training run."""
     for side, change in (("old", "forgetting"), ("new", "learning")):
         if change in report.measured:
             loss = report.measured[f"{side}_nats_per_token"]
@@ -129,7 +129,7 @@ def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
 
 
 def _blocks(report: Report) -> RenderableType:
-    """Each block of each role, all layers taken as one; effective ranks are means over layers."""
+    """Render each block and role over all layers. Effective ranks are means over layers."""
     table = _table(("block", "role"), (*NORM_COLUMNS, *RANK_COLUMNS))
     for (block, role), tensors in _by_block(report.tensors).items():
         norms = add_norms(tensor.norms for tensor in tensors)
@@ -139,9 +139,9 @@ def _blocks(report: Report) -> RenderableType:
 
 
 def _by_block(tensors: Iterable[TensorChange]) -> dict[tuple[str, str], list[TensorChange]]:
-    """Tensors by block and role, blocks of linears first, in the order of their names."""
+    """Group the tensors by block and role, blocks of linears first, sorted by name."""
     groups: dict[tuple[str, str], list[TensorChange]] = {}
-    # sorting keeps the roles in the order of the layer
+    # the stable sort keeps the roles in layer order
     for tensor in sorted(tensors, key=lambda tensor: (tensor.group not in GROUPS, tensor.block)):
         groups.setdefault((tensor.block, tensor.role), []).append(tensor)
     return groups
@@ -153,7 +153,7 @@ def _norm_cells(norms: Norms) -> tuple[str, str, str, str]:
 
 
 def _rank_cells(tensors: Sequence[TensorChange]) -> Iterator[str]:
-    """Effective rank and that of the change, means over tensors, and the most that they can be."""
+    """Yield the mean effective ranks of the tensors and of their changes, and the largest possible rank."""
     for name in ("rank", "change_rank"):
         yield format_rank(_mean([getattr(tensor, name) for tensor in tensors]))
     yield NONE if len(tensors[0].shape) < 2 else str(tensors[0].full_rank)
@@ -165,7 +165,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _layers(report: Report) -> RenderableType:
-    """Each layer: norm of what started as zeros, relative change of what did not, and the base stream after it."""
+    """Render each layer.
+
+    The columns are norms of blocks with initial zeros, relative changes of the others, and the base stream after the
+    layer.
+    """
     columns = _layer_columns(report.tensors)
     streams = {} if report.streams is None else {layer.layer: layer for layer in report.streams.layers}
     table = _table(("layer",), [*(name.replace(" ", "\n") for name in columns), *(["cosine", "drift"] * bool(streams))])
@@ -180,13 +184,16 @@ def _layers(report: Report) -> RenderableType:
 
 
 def _on_copies(report: Report, more: str = "") -> Iterator[Text]:
-    """Explains rows of layers where layers were duplicated."""
+    """Yield an explanation of the rows if layers were duplicated."""
     if about := METHODS[report.method].about_rows:
         yield sentence(f"{about}{f'; {more}' if more else ''}.", "dim")
 
 
 def _layer_columns(tensors: Iterable[TensorChange]) -> dict[str, dict[int, list[Norms]]]:
-    """Norms by column and layer: a block of a group, and by itself each role in it that alone started as zeros."""
+    """Return norms by column and layer.
+
+    A column is a block of a group. Roles that alone are zero initially get their own column.
+    """
     matrices = [tensor for tensor in tensors if tensor.group in GROUPS and "bias" not in tensor.block]
     started = {(tensor.group, tensor.block) for tensor in matrices if tensor.norms.start_norm != 0}
     columns: dict[str, dict[int, list[Norms]]] = {}

@@ -17,12 +17,12 @@ from scale_surgery.surgery.routers import describe_router
 if TYPE_CHECKING:
     from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute
 
-# tokens of a file that are shown; nobody reads more of them in a terminal
+# most tokens of a file that are shown in a terminal
 MOST_SHOWN = 1000
 
 
 def render_route_report(report: RouteReport) -> RenderableType:
-    """A route report: tokens of each file, and the totals of all."""
+    """Render a route report: tokens of each file, and the totals of all."""
     colouring = choose_colours(report.paths, report.shares)
     files = (part for file in report.files for part in _file(file, colouring))
     heads = heading("routing", f"{describe_router(report.routing, report.paths[1:])}; losses in nats per token")
@@ -30,7 +30,7 @@ def render_route_report(report: RouteReport) -> RenderableType:
 
 
 class Tokens:
-    """Tokens of a document, coloured by path, or in brackets where there are no colours."""
+    """The tokens of a document, coloured by path, or in brackets if there are no colours."""
 
     def __init__(self, where: str, tokens: Sequence[TokenRoute], colouring: Colouring) -> None:
         self.where, self.tokens, self.colouring = where, tokens, colouring
@@ -61,7 +61,7 @@ def _file(file: FileRoute, colouring: Colouring) -> Iterator[RenderableType]:
 
 
 def _totals(report: RouteReport) -> NamedRows:
-    """Loss and share of each path in each file."""
+    """Return the loss and the share of each path in each file."""
     table = NamedRows(["tokens", "loss alone", "share"])
     for file in report.files:
         totals = file.totals

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def render_verification(result: Verification) -> RenderableType:
-    """A verification as tables: promises, numbers, problems."""
+    """Render a verification: promises, numbers, problems."""
     table = render_promises(result.promises, result.required)
     parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
     parts += [sentence(f"problem: {problem}", "red") for problem in _problems(result)]
@@ -38,7 +38,7 @@ def render_verification(result: Verification) -> RenderableType:
 
 
 def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> RenderableType:
-    """The result of each promise."""
+    """Render the result of each promise."""
     table = PlainTable("promises")
     table.add_column("promise", no_wrap=True)
     table.add_column("result", no_wrap=True)
@@ -49,7 +49,7 @@ def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> Ren
 
 
 def verdict(promise: Promise, is_required: bool) -> Text:
-    """The result of a promise, in a word or two."""
+    """Return the result of a promise, in a word or two."""
     if promise.holds is None and not (is_required or promise.claimed):
         return Text("not claimed", style="dim")
     if promise.holds is None:
@@ -60,7 +60,7 @@ def verdict(promise: Promise, is_required: bool) -> Text:
 
 
 def _problems(result: Verification) -> list[str]:
-    # problems with the base come first, as others may follow from them
+    # problems with the base come first, because they may cause others
     broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
     problems = [*(line for promise in broken for line in promise.problems), *result.problems]
     return shorten(list(dict.fromkeys(problems)), ending="; -o FILE.json writes all")
@@ -70,7 +70,7 @@ def _render_numbers(result: Verification) -> RenderableType:
     numbers = result.numbers
     if numbers is None:
         return sentence(f"no model was run: {result.not_run}", "dim")
-    # a drift that is no number is the worst
+    # NaN counts as the worst drift
     worst = max(numbers.layers, key=lambda layer: math.inf if math.isnan(layer.drift) else layer.drift)
     lowest = min((layer.cosine for layer in numbers.layers), key=lambda cosine: -2 if math.isnan(cosine) else cosine)
     how = f"{numbers.dtype}, {numbers.attention}, {numbers.device}"
@@ -123,7 +123,7 @@ def _continuation(numbers: Numbers) -> str:
 
 
 def _render_paths(numbers: Numbers) -> Sequence[RenderableType]:
-    """Each path beside the model that it is alone."""
+    """Render the comparison of each path with the model of this expansion alone."""
     table = NamedRows(["chosen by name", "beside the others", counted(numbers.new_tokens, "greedy token")], name="path")
     for path in numbers.paths:
         drifts = ("bit-equal" if drift == 0 else f"drift {drift:.3g}" for drift in (path.drift, path.drift_beside))

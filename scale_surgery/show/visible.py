@@ -1,7 +1,7 @@
-"""Text in which nothing is invisible: blanks, control characters and bytes get signs.
+"""Visible text: blanks, control characters and bytes become signs.
 
-What comes from a file may hold anything: escapes that move the cursor, marks that turn the direction of writing, halves
-of characters that no encoding writes. Every way out, the console, pages, figures and model cards, shows it by these.
+Text from a file may contain escapes that move the cursor, marks of writing direction, or lone surrogates, which no
+encoding can write. The console, pages, figures and model cards all show text with these functions.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import unicodedata
 
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 SIGNS = {"\n": "↵", "\t": "→", "\r": "␍", "\x7f": "␡"}
-# joiners belong to the spelling of emoji and of several scripts
+# joiners are part of the spelling of emoji and of several scripts
 JOINERS = "\u200c\u200d"
 
 
 def visible_text(text: str) -> str:
-    """Show control characters, marks of direction and halves of characters by signs; line breaks stay."""
+    """Replace control characters, marks of direction and lone surrogates by signs. Line breaks remain."""
     if text.isprintable():
         return text
     return "".join(character if character == "\n" else _visible_character(character) for character in text)
 
 
 def visible_line(text: str) -> str:
-    """As `visible_text`, with a sign for line breaks too."""
+    """Replace the same characters as `visible_text`, and line breaks."""
     return visible_text(text).replace("\n", SIGNS["\n"])
 
 
 def visible(text: str, piece: str) -> str:
-    """Show the text of a token, blanks too; of a token without text its spelling in the vocabulary."""
+    """Return the text of a token with visible blanks, or its spelling in the vocabulary if it has no text."""
     if not text:
         return f"⟨{_bytes_of(piece) or piece or '?'}⟩"
     if text.isspace():
@@ -47,7 +47,7 @@ def _visible_character(character: str) -> str:
 
 
 def _bytes_of(piece: str) -> str | None:
-    """Spell the bytes of a piece in hexadecimal; None where it does not stand for bytes."""
+    """Spell the bytes of a piece in hexadecimal, or None if the piece does not represent bytes."""
     if byte := BYTE_PIECE.fullmatch(piece):
         return byte[1]
     from transformers.convert_slow_tokenizer import bytes_to_unicode
