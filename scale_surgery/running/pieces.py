@@ -217,13 +217,8 @@ def pieces_of_logits(logits: Tensor, wanted: Tensor) -> Pieces:
 
 
 def cut(count: int, width: int) -> list[slice]:
-<<<<<<< HEAD
-    """Cut positions into pieces of at most LOGITS_AT_ONCE numbers, `width` a position."""
-    from scale_surgery.modeling.expanded_routing import in_chunks
-=======
     """Split positions into slices of at most LOGITS_AT_ONCE numbers, with `width` numbers per position."""
-    from scale_surgery.modeling.expanded_mixture import in_chunks
->>>>>>> words2
+    from scale_surgery.modeling.expanded_routing import in_chunks
 
     return list(in_chunks(count, width, LOGITS_AT_ONCE))
 
@@ -263,13 +258,8 @@ class Reader:
         if self.context is None:
             base: Tensor = features.bases[0]
             return base
-<<<<<<< HEAD
         self.context.move(features.unsplit.device)
-        # it counts whether a router weighs the logits that new tokens lack
-=======
-        self.call.move(features.unsplit.device)
         # the handling of logits that new tokens lack depends on the router in the choice
->>>>>>> words2
         with self.model.use_choice(self.choice):
             return route(self.choice.router, features, self.context)
 
