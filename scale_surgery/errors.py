@@ -79,22 +79,18 @@ class Problem:
     @property
     def phrase(self) -> str:
         """The sentence without the fix and without a full stop."""
-        if not self.code:
-            return str(self.values["text"]).removesuffix(".")
         place = f"{self.where} " if self._is_joined else f"{self.where}: " if self.where else ""
         return f"{place}{self.found}" + (f", expected {self.expected}" if self.expected else "")
 
     @property
     def lines(self) -> list[str]:
         """The sentence, and the sentences of its details if it does not include them itself."""
-        if not self.code:
-            return [self.values["text"]]
         is_inside = "{details}" in "".join(_listing()[self.code].values())
         return [f"{self.phrase}.", *([] if is_inside else render(self.details))]
 
     def to_json(self) -> dict[str, Any]:
         """Return the problem as plain JSON values, with its words."""
-        words = {"found": self.found if self.code else self.phrase, "expected": self.expected, "fix": self.fix}
+        words = {"found": self.found, "expected": self.expected, "fix": self.fix}
         return {"code": self.code, "where": self.where, **words, "details": [part.to_json() for part in self.details]}
 
     def __str__(self) -> str:
@@ -103,7 +99,7 @@ class Problem:
     @property
     def _is_joined(self) -> bool:
         """True if the sentence continues after the place: "--budget is 3x", not "config.json: is incomplete"."""
-        return bool(self.code) and _listing()[self.code]["found"].startswith("{where} ")
+        return _listing()[self.code]["found"].startswith("{where} ")
 
     def _words(self, part: str) -> str:
         template = _listing()[self.code].get(part, "")
