@@ -31,7 +31,7 @@ types](commands-share.md#stock) have a stock form), the methods `grow` and `dept
 """
 # what names one model in a reason, and what stands for it where reasons are counted
 NAMES = (
-    (r"^\w+: (?=its logits|what leaves)", ""),
+    (r"^\w+: (?=its logits|the output of its last norm)", ""),
     (r"(?<!-)\blayers \d+(-\d+)?", "some layers"),
     (r"(?<!-)\blayer \d+", "a layer"),
     (r"--layers \d+", "--layers"),
@@ -40,7 +40,7 @@ NAMES = (
     (r"\b(for|of) a \w+ model\b", r"\1 this type of model"),
     (r"\b\w+\.(\d+\.)?(?=\w+_proj\b)", ""),
     (r"copied \(\w+: ", "copied ("),
-    (r"text_config: ", ""),
+    (r"text_config\.", ""),
     (r"per_layer_config is .*}", "per_layer_config"),
 )
 COLUMNS = ("route preserve", "route adapt", "gate", "fuse", "stock", "grow", "depth")
