@@ -74,7 +74,10 @@ class Verification:
 
 
 def says_more(recorded: Mapping[str, Any] | None, verification: Verification) -> bool:
-    """Return True if the recorded verification of the same bytes ran a model, and this faultless one ran none."""
+    """Return True if the recorded verification of the same bytes ran a model, while this one ran none.
+
+    Exception: False if this one found a fault.
+    """
     # a wrong --base says nothing about the folder
     is_whole = verification.passed or verification.not_run == OTHER_BASE
     if recorded is None or verification.not_run is None or not is_whole:
