@@ -49,7 +49,7 @@ class Sequences:
         return len(self.ids)
 
     def some(self, most: int) -> Sequences:
-        """Return at most so many sequences, evenly spread."""
+        """Return at most `most` sequences, evenly spread."""
         return self if len(self) <= most else _spread(self, most)
 
     @property
@@ -105,7 +105,7 @@ class StoredSequences:
         return sum(len(chunk.flatten()) for chunk in self.rows.data.column("input_ids").chunks)
 
     def some(self, most: int) -> Sequences:
-        """Load at most so many sequences into memory, evenly spread."""
+        """Load at most `most` sequences into memory, evenly spread."""
         return _spread(self, min(most, len(self)))
 
     def fingerprint(self) -> str:
