@@ -66,7 +66,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Look:
-    """Display of answers.
+    """Options for the display of answers.
 
     Attributes:
         paths: Whether to show the path of each token; by default where there are colours.

@@ -196,7 +196,7 @@ def sample_texts(
 
 
 def _until(parts: Sequence[Sequences], enough: int) -> list[Sequences]:
-    """Return the first texts that together reach so many tokens."""
+    """Return the first texts that together reach `enough` tokens."""
     before = accumulate((part.tokens for part in parts), initial=0)
     return [part for part, tokens in zip(parts, before, strict=False) if tokens < enough]
 
@@ -231,7 +231,7 @@ class _Progress:
 
 
 def tokens_per_second(model: Any, begin: Sequence[int], rows: int, tokenizer: Any) -> float | None:
-    """Measure over a few tokens how fast a model writes so many texts at once; None if all end at their first token."""
+    """Measure over a few tokens how fast a model writes `rows` texts at once; None if all end at their first token."""
     times: list[float] = []
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), evaluating(model):
         sampling = Sampling(rows, len(begin) + TIMED, 1.0, 0)

@@ -1,8 +1,9 @@
 """The loss of a batch over a large vocabulary, computed for some tokens at a time.
 
-The logits of a few tokens, their loss, and its gradients by the hidden states and by the head's trained parameters are
-computed at once, and the logits are freed. The loss equals the model's own up to rounding. torch's linear_cross_entropy
-does the same for a head that is one matrix. Here a head also has new blocks, scales, caps and routers.
+The logits of a few tokens, their loss, and its gradients with respect to hidden states and trained parameters of the
+head are computed at once, and the logits are freed. The loss equals the model's own up to rounding. torch's
+linear_cross_entropy does the same for a head that is one matrix. Here a head also has new blocks, scales, caps and
+routers.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def rank_layers(
 def plan_candidates(
     source: Source, checkpoint: Checkpoint, request: Request, settings: RankingSettings, run: RunOptions
 ) -> tuple[Plan, int, Price]:
-    """Return the plan of all candidates, the budget, and the price of any choice; refuse anything except the texts."""
+    """Return the plan of all candidates, the budget, and the price of any choice; check everything except the texts."""
     request = _checked(request, settings)
     if CONFIG_KEY in checkpoint.config or checkpoint.manifest is not None:
         refuse_form(source.path, "expanded", "base")  # layers are chosen before a model is expanded

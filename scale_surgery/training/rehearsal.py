@@ -196,6 +196,6 @@ class Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient by the model's logits."""
+        """Return the gradient with respect to the model's logits."""
         (gradient,) = context.saved_tensors
         return gradient * gradients[0].to(gradient.dtype), None

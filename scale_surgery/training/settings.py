@@ -113,7 +113,7 @@ class TrainingSettings:
 
     @property
     def rehearsed_rows(self) -> int:
-        """Rehearsed sequences per batch: their share of the batch and themselves together, at least one."""
+        """Rehearsed sequences per batch, at least one: `rehearsal_share` of the batch and themselves together."""
         return max(1, round(self.batch_size * self.rehearsal_share / (1 - self.rehearsal_share)))
 
 

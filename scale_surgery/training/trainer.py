@@ -123,7 +123,7 @@ class ExpansionTrainer(Trainer):
         return number * int(self.accelerator.num_processes) + int(self.accelerator.process_index)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Extend the Trainer's: with FSDP2 in bfloat16, gradients are added and the loss is returned in float32."""
+        """Create the accelerator; with FSDP2 in bfloat16, gradients are added and the loss is returned in float32."""
         super().create_accelerator_and_postprocess()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
@@ -158,7 +158,7 @@ class ExpansionTrainer(Trainer):
             self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Extend the Trainer's: with FSDP it would write the whole model, including the base."""
+        """Save optimizer and schedule; with FSDP the Trainer's method would write the whole model, base included."""
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -174,7 +174,7 @@ class ExpansionTrainer(Trainer):
             self._load_states(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Extend the Trainer's, which reads only tensors and plain values: a damaged file raises TrainingError."""
+        """Load the random state as the Trainer does, without pickled code; a damaged file raises TrainingError."""
         with reading_state(Path(checkpoint)) if checkpoint is not None else nullcontext():
             super()._load_rng_state(checkpoint)
 
