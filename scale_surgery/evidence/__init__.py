@@ -1,1 +1,1 @@
-"""What reads a model folder and judges it: verify, evaluate, report."""
+"""Evidence about a model folder: verify, evaluate, report."""

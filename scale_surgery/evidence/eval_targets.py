@@ -1,4 +1,4 @@
-"""Models to measure, and the texts as each of them reads them; no weight is loaded here."""
+"""Models to measure, and their texts in the tokens of each; no weight is loaded here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def read_sides(files: Mapping[str, Sequence[str | Path]]) -> dict[str, list[Document]]:
-    """The documents of old and of new texts."""
+    """Read the documents of old and of new texts."""
     from scale_surgery.text.documents import read_documents
 
     documents = {side: list(read_documents(texts)) for side, texts in files.items()}
@@ -49,16 +49,16 @@ class Subject:
     Attributes:
         path: Its folder.
         name: Its name in tables.
-        is_expanded: Whether it has an expansion, which can be disabled.
-        is_fused: Whether its blocks are joined with its base, so that neither can be measured by itself.
-        is_routed: Whether it has a router, which can be disabled.
-        manifest: Its surgery.json, which gives its base back; None where it has none.
-        base: What the base inside it is called, the same for models that share one; None without a record. Of a model
-            that is itself the base of another one that is measured, what that is called.
+        is_expanded: True if it has an expansion, which can be disabled.
+        is_fused: True if its blocks are joined with its base, so that neither can be measured alone.
+        is_routed: True if it has a router, which can be disabled.
+        manifest: Its surgery.json, from which its base can be restored; None without one.
+        base: Name of the base inside it, the same for models that share one; None without a record. If it is itself the
+            base of another measured model, the name of that base.
         tokenizer: Its tokenizer.
-        base_tokenizer: That of the base inside it, where an expansion adds tokens; otherwise the same.
-        context: Most tokens that it reads at once, or None where its config does not say.
-        vocabulary: Token ids that it has embeddings for.
+        base_tokenizer: Tokenizer of the base inside it if an expansion adds tokens; otherwise the same.
+        context: Most tokens that it reads at once, or None if its config does not say.
+        vocabulary: Number of token ids with embeddings.
     """
 
     path: Path
@@ -75,12 +75,12 @@ class Subject:
 
     @property
     def expansions(self) -> tuple[str, ...]:
-        """Names of its expansions, where there are several."""
+        """Names of its expansions if there are several, otherwise empty."""
         names = () if self.manifest is None else tuple(self.manifest.expansions)
         return names if len(names) > 1 else ()
 
     def reads_new_tokens(self, expansion: str) -> bool:
-        """Whether an expansion, of several, adds tokens."""
+        """Return True if this expansion, one of several, adds tokens."""
         return self.manifest is not None and self.manifest.plans[expansion].widths.new_tokens > 0
 
     @property
@@ -91,15 +91,15 @@ class Subject:
 
     @property
     def is_base(self) -> bool:
-        """Whether it is itself the base of another one that is measured."""
+        """True if it is itself the base of another measured model."""
         return self.base is not None and not self.is_expanded
 
 
 def open_subjects(
     models: Sequence[str | Path], run: RunOptions = RunOptions(), *, revision: str | None = None
 ) -> list[Subject]:
-    """Find models, and read configs, tokenizers and records."""
-    # one folder has many spellings
+    """Open models: read their configs, tokenizers and records."""
+    # one folder can be spelled in many ways
     places = {str(Path(model).resolve() if Path(model).exists() else model): str(model) for model in reversed(models)}
     given = list(reversed(places.values()))
     if not given:
@@ -126,7 +126,7 @@ def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
 
 
 def _is_base(subject: Subject, candidate: Subject) -> bool:
-    """Whether a folder holds every file of the base of another, byte for byte."""
+    """Return True if a folder holds every file of another model's base, byte for byte."""
     if candidate.manifest is None:
         return False
     files = {subject.path / name: file for name, file in candidate.manifest.base_files.items()}
@@ -136,7 +136,7 @@ def _is_base(subject: Subject, candidate: Subject) -> bool:
 
 
 def _named_bases(subjects: Sequence[Subject]) -> Iterator[tuple[str, str]]:
-    """Name of the base of each expanded model, by the name of the model."""
+    """Generate the name of each expanded model, with the name of its base."""
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for subject in subjects:
         record = subject.manifest
@@ -144,7 +144,7 @@ def _named_bases(subjects: Sequence[Subject]) -> Iterator[tuple[str, str]]:
             continue
         files = tuple(sorted((name, file.sha256) for name, file in record.base_files.items()))
         name = f"{record.base_name} (base)"
-        # two bases of one name: other files, for example another revision
+        # two bases with the same name but different files, for example of another revision
         unique = name if name not in names.values() else f"{record.base_name} (base of {subject.name})"
         yield subject.name, names.setdefault(files, unique)
 
@@ -165,7 +165,7 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
         name=source.name,
         is_expanded=is_expanded,
         is_fused=is_fused,
-        # of a fused model no path can be measured by itself
+        # no path of a fused model can be measured alone
         is_routed=ROUTER_KEY in specs and not is_fused,
         manifest=manifest,
         base=None,
@@ -188,7 +188,7 @@ def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | 
 def sequences_of(
     subject: Subject, tokenizer: Any, documents: Mapping[str, Sequence[Document]], length: int, step: int
 ) -> dict[str, Sequences]:
-    """Turn documents into windows of the tokens that a model reads by its tokenizer, or by its base's."""
+    """Return windows of documents in the tokens of a model's tokenizer, or of its base's."""
     from scale_surgery.text.tokenizing import stride, tokenize
 
     texts = {}

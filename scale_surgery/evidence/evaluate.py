@@ -1,7 +1,7 @@
 """Forgetting and learning: scores of several models on old and new text.
 
-Which rows a model has is what `evaluate_models` says. Every model reads with its own tokenizer, and long texts are read
-in overlapping windows.
+`evaluate_models` defines the rows of a model. Every model reads with its own tokenizer, and long texts are read in
+overlapping windows.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Evaluation:
     """The result of `evaluate`.
 
     Attributes:
-        scores: A row for each model.
+        scores: One row per measured model.
         old: Files of old text.
         new: Files of new text.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
-        dtype: Dtype that weights were cast to; None where they stayed as stored.
+        dtype: Dtype that weights were cast to; None for the stored dtype.
         notes: Notes on the numbers.
     """
 
@@ -54,11 +54,11 @@ class Evaluation:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The result as plain JSON values, with what follows from the sums."""
+        """Return the result as plain JSON values, with values derived from the sums."""
         content = asdict(self)
         for row, score in zip(content["scores"], self.scores, strict=True):
             row |= {"old": _measurement_to_json(score.old), "new": _measurement_to_json(score.new)}
-        # JSON has neither NaN nor infinity: they become texts
+        # JSON has neither NaN nor infinity, so they become texts
         return plain_json(content)
 
 
@@ -75,22 +75,22 @@ def evaluate(
 ) -> Evaluation:
     """Measure loss, perplexity and first-token accuracy of models on old and on new text.
 
-    A base that several expanded models share, or that is given too, is measured once. A model without expansion is
-    compared with the base where there is only one. Processes that a launcher started share the texts; each holds the
-    whole model, and gets the whole result.
+    A base is measured once, even if several expanded models share it or it is also given. A model without expansion
+    is compared with the base if there is only one. Processes of a launcher share the texts. Each holds the whole
+    model, and gets the whole result.
 
     Args:
         models: A folder or Hub id, or several.
         old: Old text, which the base knows: a file or saved dataset, or several; see `documents.read_documents`.
-        new: New text, which was to be learned, likewise; one of the two must be given.
-        sequence_length: Most tokens that are read at once; by default the shortest context, at most 1024.
+        new: New text, which the expansion was to learn, in the same form. Old or new text is required.
+        sequence_length: Most tokens of a window; by default the shortest context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
-        run: How the models run: device, dtype, trust_remote_code, batch_size.
+        run: Options of the run: device, dtype, trust_remote_code, batch_size.
         revision: Branch, tag or commit of Hub repositories.
         track: Makes progress bars.
 
     Returns:
-        A row for each model, with forgetting and learning against its base.
+        Rows for each model, with forgetting and learning against its base.
 
     Raises:
         DataError: If a file cannot be read or holds nothing to score, the lengths do not fit, or a model has no
@@ -134,7 +134,7 @@ def _meter(
 
 
 def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[MeasuredRow]:
-    # a base that several models share is measured with the first of them, or by itself where it is given
+    # a shared base is measured with the first of its models, or on its own if it is given
     first_with = {subject.base: subject for subject in reversed(subjects)}
     first_with |= {subject.base: subject for subject in subjects if subject.is_base}
     brings_base = [
@@ -151,11 +151,11 @@ def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Tr
 
 
 def _compare(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> Score:
-    """Add forgetting and learning against the base, where there is one that reads the same tokens."""
+    """Add forgetting and learning against the base, if there is one that reads the same text."""
     score = row.score
     name = _base_of(row, rows)
     base = next((candidate for candidate in rows if candidate.score.name == name), None)
-    # a model with new tokens reads the same text in other tokens than its base
+    # an expanded model may add tokens: it reads the same text in other tokens than its base
     is_same_text = score.kind != "other" or (base is not None and base.fingerprints == row.fingerprints)
     if base is None or not is_same_text:
         return replace(score, base=None)

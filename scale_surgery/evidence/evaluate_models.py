@@ -1,8 +1,8 @@
-"""Measure models on the same windows, and each as all that it can be: a row of a table for each.
+"""Measure models on the same windows, with one row of the table for each form of a model.
 
-An expanded model is measured three times: its base model, by the stock class; as it is; and with its expansion
-disabled. One that routes is also measured with its routing disabled, which is its adapt path alone; a composed one
-with each of its expansions alone.
+An expanded model is measured three times: its base model by the stock class, the whole model, and the model with its
+expansion disabled. A routed model is also measured with its routing disabled, which leaves its adapt path. A composed
+model is also measured with each of its expansions alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Score:
         kind: "base", the base model of an expanded one; "expanded"; "adapt", a routed model with its routing disabled;
             "path", a composed model with one expansion alone; "disabled", an expanded model with its expansion
             disabled; or "other", a model without expansion.
-        base: Name of the row that it is compared with, or None.
+        base: Name of the row of its base, or None.
         old: Its score on old text; None without text.
         new: Its score on new text; None without text.
         forgetting: Its nats per token on old text minus those of the base, or None.
@@ -58,9 +58,9 @@ class Score:
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A score, and what it was measured on: sha256 of token ids and windows, by side.
+    """A score with the sha256 of its token ids and windows, by side.
 
-    Where those are equal, losses can be compared.
+    Losses with equal hashes can be compared.
     """
 
     score: Score
@@ -69,13 +69,13 @@ class MeasuredRow:
 
 @dataclass(frozen=True)
 class Meter:
-    """Measures models on the same windows.
+    """A meter that measures models on the same windows.
 
     Attributes:
         texts: Windows by side.
-        base_texts: The same as the base's tokenizer reads them, where new tokens were added to it; otherwise `texts`.
-        bytes: Bytes of the texts that are scored, by side.
-        run: How models run.
+        base_texts: The windows in the tokens of the base's tokenizer if tokens were added to it; otherwise `texts`.
+        bytes: Bytes of the scored texts, by side.
+        run: Options of the models' runs.
         processes: The processes that share the windows; None for one.
     """
 
@@ -87,13 +87,13 @@ class Meter:
 
     @cached_property
     def fingerprints(self) -> tuple[dict[str, str], dict[str, str]]:
-        """sha256 of the windows, by side: of `texts`, and of `base_texts`."""
+        """The sha256 of the windows, by side: of `texts`, and of `base_texts`."""
         digests = {side: text.fingerprint() for side, text in self.texts.items()}
         is_same = self.base_texts is self.texts
         return digests, digests if is_same else {side: text.fingerprint() for side, text in self.base_texts.items()}
 
     def tokens(self, subject: Subject, *, with_base: bool) -> int:
-        """Tokens that will be read to measure a model, and its base where that is to be measured with it."""
+        """Return the number of tokens read to measure a model, including its base if `with_base`."""
         parts = len(subject.expansions) or (subject.is_expanded and subject.is_routed)
         return sum(len(text.ids) for text in self.texts.values()) * (1 + subject.is_expanded + parts + with_base)
 
@@ -106,7 +106,7 @@ class Meter:
                 return self._measure(model, Score(subject.base, "base", None), advance, is_base=True)
 
     def measure_subject(self, subject: Subject, advance: Progress) -> list[MeasuredRow]:
-        """Measure a model; of an expanded one also each part alone, and last its base."""
+        """Measure a model; for an expanded one also each part alone, and last its base."""
         with loaded_whole(subject.path, subject.name, self.run) as model:
             if not subject.is_expanded:
                 score = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
@@ -132,7 +132,7 @@ class Meter:
 
 
 def _parts(subject: Subject, model: Any, disabled: str) -> Iterator[tuple[Score, bool, AbstractContextManager[Any]]]:
-    """The parts of an expanded model that run alone, whether each reads new tokens, and the context that chooses it."""
+    """Generate the parts of an expanded model that run alone: score, use of new tokens, and a context to select it."""
     base = subject.base or disabled
     for name in subject.expansions:
         score = Score(f"{subject.name}, {name} alone", "path", base)

@@ -1,4 +1,4 @@
-"""Texts on which a mixture of paths may lose, and its loss on each: prompts, texts of the paths, joined halves."""
+"""Texts on which a mixture of paths may lose: prompts, texts of the paths, joined halves; and its loss on each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scale_surgery.running.context import context_of
 from scale_surgery.running.own_generation import continue_greedily
 from scale_surgery.running.prompts import Batch
 
-# texts that each path writes, how they begin, and how long they are, in tokens
+# number of texts per path; tokens of their prompts, and tokens in all
 WRITTEN, BEGINNING, LENGTH = 2, 4, 24
 
 
@@ -29,12 +29,12 @@ class HostileTexts:
 
 
 def prompt_texts(batch: Batch) -> HostileTexts:
-    """The prompts, in one left-padded batch: padding is no evidence."""
+    """Return the prompts as one left-padded batch; padding is no evidence for a router."""
     return HostileTexts(batch.ids, tuple(f"prompt {number}" for number in range(1, len(batch.ids) + 1)), batch.mask)
 
 
 def hostile_texts(model: Any, batch: Batch, device: str, *, write: bool) -> Iterator[HostileTexts]:
-    """Texts that each path writes greedily, and joined halves of two, in which the trusted path goes wrong."""
+    """Generate texts written greedily by each path, and joined halves of two, which make the trusted path wrong."""
     begun = _beginnings(batch)
     length = min(LENGTH, context_of(model.config.get_text_config()) or LENGTH)
     if not write or length - begun.shape[1] < 1:
@@ -62,21 +62,21 @@ def _numbered(texts: Sequence[HostileTexts]) -> Iterator[HostileTexts]:
 
 
 def _beginnings(batch: Batch) -> Tensor:
-    """The first tokens of some prompts (texts, t), as many of each."""
+    """Return the first tokens of some prompts (texts, t), equally many of each."""
     rows = [ids[mask] for ids, mask in zip(batch.ids, batch.mask.bool(), strict=True)][:WRITTEN]
     size = min(BEGINNING, *map(len, rows), len(rows[0]))
     return torch.stack([row[:size] for row in rows])
 
 
 def _write(model: Any, begun: Tensor, length: int) -> Tensor:
-    """Greedy continuation to a length in tokens, without an end of text."""
+    """Return the greedy continuation up to a length in tokens, ignoring the end of a text."""
     inputs = {"input_ids": begun, "attention_mask": torch.ones_like(begun)}
     return continue_greedily(model, inputs, length - begun.shape[1]).cpu()
 
 
 @torch.no_grad()
 def excess(model: Any, texts: HostileTexts, device: str) -> Iterator[tuple[str, float]]:
-    """Loss of the mixture on each text, in nats above the base; with several expansions, above the best path."""
+    """Generate the loss of the mixture on each text, in nats above the base, or above the best of several paths."""
     ids, mask = texts.ids.to(device), texts.mask.to(device)
     paths = model.path_logits(ids, attention_mask=mask)
     best = torch.stack([_losses(logits, ids, mask) for logits in paths[: 1 if len(paths) == 2 else None]]).amin(0)
@@ -85,10 +85,10 @@ def excess(model: Any, texts: HostileTexts, device: str) -> Iterator[tuple[str, 
 
 
 def _losses(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    """Sum of -log p over the tokens of each text but its first, in nats, float64."""
-    # logits of half precision are rounded so far that float64 would add nothing but time
+    """Return the sum of -log p over the tokens of each text but its first, in nats, float64."""
+    # logits in half precision are so coarse that float64 would only cost time
     exact = torch.float32 if logits.dtype.itemsize < 4 else torch.float64
-    # one text at a time: logits over a wide vocabulary are large
+    # one text at a time, because logits over a large vocabulary need much memory
     losses = [
         -row[:-1].to(exact).log_softmax(-1).gather(-1, read[1:, None]).squeeze(-1).double()
         for row, read in zip(logits, ids, strict=True)

@@ -1,4 +1,4 @@
-"""Look at a checkpoint from its headers and config: family, sizes, parameters, and what an expansion added."""
+"""Describe a checkpoint from its headers and config: family, sizes, parameters, and its expansions."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class ExpansionSummary:
 
     Attributes:
         method: "scale", "grow" or "depth".
-        variant: What trains, such as "preserve" or "adapt".
+        variant: The variant, such as "preserve" or "adapt".
         layers: Expanded layers, by their numbers in the base.
-        new_layers: Positions of the copies, of a model with duplicated layers; otherwise none.
+        new_layers: Positions of the copies in a model with duplicated layers; otherwise empty.
         collaborative_layers: Layers with W12.
         collaborative_groups: Groups with W12 in them, "attn" and "ffn".
         up_width: Features added to the residual stream.
         up_kv_heads: Key/value heads added in each expanded layer.
         up_inner_width: Features added inside each expanded MLP.
-        copies: MLPs in each layer of a grown model, the original included; otherwise None.
-        parameters_by_block: Parameters added, by block name, of copied layers by group ("attn", "ffn", "norms"); all of
-            them train.
-        is_fused: Whether base weights and blocks are one matrix for each linear, so that nothing trains.
+        copies: MLPs in each layer of a grown model, including the original; otherwise None.
+        parameters_by_block: Parameters added, by block name; for copied layers by group ("attn", "ffn", "norms"). All
+            of them train.
+        is_fused: True if base weights and blocks are one matrix for each linear, so that nothing trains.
         steps: Steps of all training runs.
     """
 
@@ -74,7 +74,7 @@ class ExpansionSummary:
 
     @property
     def parameters(self) -> int:
-        """Parameters added."""
+        """Number of added parameters."""
         return sum(self.parameters_by_block.values())
 
 
@@ -83,14 +83,15 @@ class FolderSummary:
     """Summary of an expanded folder.
 
     Attributes:
-        base_name: Hub id or folder name of the base model; None where it is not known.
-        base_revision: Commit of the Hub repository, where known.
+        base_name: Hub id or folder name of the base model; None if unknown.
+        base_revision: Commit of the Hub repository, if known.
         expansions: Each expansion, by its name, in the order of the paths.
         routing: The router, or None.
         verified: Date of the last verification with its result, or None.
-        passed: Whether that passed; None without one.
-        changed_since: What changed since then, by the records: tensors, the router or its numbers; None where nothing.
-        adopt: The command that makes an expanded folder of what another trainer saved; None where it is one.
+        passed: Result of that verification; None without one.
+        changed_since: Changes since then, according to the records: tensors, the router or its numbers; None if there
+            are none.
+        adopt: Command that makes an expanded folder from another trainer's output; None if it already is one.
     """
 
     base_name: str | None
@@ -104,18 +105,18 @@ class FolderSummary:
 
     @property
     def is_current(self) -> bool:
-        """Whether its present state was verified, and passed."""
+        """True if its present state was verified, and passed."""
         return bool(self.passed) and not self.changed_since
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found.
+    """The result of `inspect`.
 
     Attributes:
         name: Hub id or folder name.
         family: `model_type` of the base model.
-        treatments: How each kind of layer can be expanded, by the layers.
+        treatments: Possible expansion of each kind of layer, by the layers.
         sizes: Sizes of the base model.
         dtype: Dtype of most parameters, in safetensors' name.
         shards: Safetensors files with their bytes.
@@ -125,11 +126,11 @@ class Inspection:
         bytes: Bytes of all tensors.
         left_out: Files with weights in other formats, and links that lead out of the folder.
         expanded: The expansions, for an expanded model.
-        quantisation: Why a base cannot be expanded as it is stored, or None.
+        quantisation: Reason why a base cannot be expanded as it is stored, or None.
         not_loaded: Paths of tensors that a base's class does not load.
-        has_own_head: Whether a base has another head than its embedding, to which config.json says that it is tied.
-        remarks: What of a base may surprise: such tensors, and a head that is not tied after all.
-        not_found: What the files of a base do not hold of its model, which cannot be expanded then.
+        has_own_head: True if a base's head differs from its embedding although config.json ties them.
+        remarks: Surprising facts of a base: tensors that are not loaded, and a head that is not tied after all.
+        not_found: Parts of the model that the base's files lack; such a base cannot be expanded.
     """
 
     name: str
@@ -168,12 +169,12 @@ class _Specs:
 
 
 def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions = RunOptions()) -> Inspection:
-    """Describe a checkpoint; no weight is read, but for a head that is stored although config.json says it is tied.
+    """Describe a checkpoint; weights are not read, except a stored head that config.json declares tied.
 
     Args:
         model: A folder or a Hub id, a base model or an expanded one.
         revision: Branch, tag or commit of a Hub repository.
-        run: Whether its own code may run, where transformers does not have its type: trust_remote_code.
+        run: Permission to run the model's own code if transformers lacks its type: trust_remote_code.
 
     Returns:
         The description.
@@ -184,7 +185,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     """
     source, checkpoint = open_model(model, revision)
     if CONFIG_KEY in checkpoint.config and checkpoint.manifest is None and needs_own_code(checkpoint.config):
-        # the record alone names the base's classes
+        # only the record names the base's classes
         refuse_form(model, "saved", "expanded")
     code = code_folder(checkpoint, run)
     derived = derive_config(base_config(checkpoint), str(source.path), len(checkpoint.tensors), code)
@@ -283,13 +284,13 @@ def _count_blocks(checkpoint: Checkpoint, expansion: str) -> dict[str, int]:
 
 
 def _count_mlps(specs: _Specs) -> int | None:
-    """Number of MLPs in a layer of a grown model: one over the share of its down projections."""
+    """Return the number of MLPs in a layer of a grown model: one over the share of its down projections."""
     shares = [spec["share"] for spec in specs.expanded.values() if "share" in spec]
     return round(1 / shares[0]) if shares else None
 
 
 def _count_copies(checkpoint: Checkpoint, groups: Mapping[str, str]) -> dict[str, int]:
-    """Parameters of copied layers by group."""
+    """Return the parameters of copied layers by group."""
     counts = dict.fromkeys(("attn", "ffn", "norms"), 0)
     for info in checkpoint.tensors.values():
         _, is_copy, inside = info.name.partition(f".{AFTER}")

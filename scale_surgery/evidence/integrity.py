@@ -28,18 +28,18 @@ class Integrity:
     """Problems found in files, by kind; an empty tuple means that the check passed.
 
     Attributes:
-        base: Base tensors and files that are not what they were, or not the given base's.
-        is_other_base: Whether a base was given that is not the one inside, which is what it was.
-        structure: Expansion tensors that are missing, unexpected, of a wrong shape, or where no W12 may be.
-        config: Keys of config.json that are not what the expansion wrote.
-        code: Code files that are missing, unknown, or not what the expansion wrote.
-        foreign_code: Code files that the expansion wrote, by another release than this.
-        unreleased_code: Code files whose bytes are those of no release.
-        fingerprint: sha256 over what the model computes with: tensors, router and code.
-        is_loadable: Whether every tensor that the model needs is there in its shape.
+        base: Base tensors and files that changed, or that differ from the given base.
+        is_other_base: True if the given base is not the one inside, and the one inside is unchanged.
+        structure: Expansion tensors that are missing, unexpected, of a wrong shape, or a W12 at a forbidden place.
+        config: Keys of config.json that differ from those that the expansion wrote.
+        code: Code files that are missing, unknown, or differ from those that the expansion wrote.
+        foreign_code: Code files written by another release of this program.
+        unreleased_code: Code files that belong to no release, by their bytes.
+        fingerprint: sha256 over tensors, router and code, the inputs of the computation.
+        is_loadable: True if every tensor that the model needs is present in its shape.
         nonzero: Tensors that must be zero for the output to be the base's: W12 and the head's up part.
         trained: Expansion tensors that changed since the expansion.
-        base_tensors: Number of base tensors compared.
+        base_tensors: Number of compared base tensors.
         base_bytes: Their bytes.
     """
 
@@ -61,7 +61,7 @@ class Integrity:
 def check_files(
     checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None, advance: Progress = no_progress
 ) -> Integrity:
-    """Check an expanded checkpoint against its manifest, and against a base model where one is given."""
+    """Check an expanded checkpoint against its manifest, and against a base model if one is given."""
     parts = described_parts(checkpoint, manifest)
     damage = check_integrity(checkpoint, manifest, advance)
     expansion = damage.expansion
@@ -93,9 +93,9 @@ def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
 
 
 def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None) -> int:
-    """Bytes that `check_files` reads, for a progress bar."""
+    """Return the number of bytes that `check_files` reads, for a progress bar."""
     total = bytes_of_model(checkpoint, manifest)
-    # each copy is made again to be compared
+    # each copy is made again for the comparison
     guards = (tensor for plan in manifest.plans.values() for tensor in plan.method.guards(plan))
     total += sum(tensor.bytes for tensor in guards if tensor.init == "copy")
     return total + (sum(info.bytes for info in base.tensors.values()) if base is not None else 0)
@@ -104,7 +104,7 @@ def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint 
 def base_differences(
     tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], base: Checkpoint, advance: Progress = no_progress
 ) -> list[str]:
-    """Base tensors of a folder that are not those of a given base, a line each."""
+    """Return the base tensors of a folder that differ from a given base, a line each."""
     given = hash_tensors(base, list(base.tensors), advance)
     problems = []
     for name in sorted(set(given) | set(hashes)):
@@ -115,7 +115,7 @@ def base_differences(
 
 
 def other_base(checkpoint: Checkpoint, record: Manifest, base: Checkpoint, differing: Sequence[str]) -> tuple[str, ...]:
-    """A problem where the given base is not that of the folder; none where it is."""
+    """Return a problem if the given base is not the folder's base, otherwise nothing."""
     if not differing:
         return ()
     count, all_of_them = len(differing), len({*record.base_tensors, *base.tensors})
@@ -134,7 +134,7 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
 
 
 def asking_warnings(checkpoint: Checkpoint, record: Manifest) -> list[str]:
-    """Files of prompting and generation that the base does not have, a line each."""
+    """Return warnings about files of prompting and generation that the base does not have, a line each."""
     templates = [name for name in checkpoint.side_files if name.startswith(MORE_TEMPLATES)]
     return [
         f"{name}: the base has none. It changes how the model is asked, and no promise is about it."
@@ -143,13 +143,13 @@ def asking_warnings(checkpoint: Checkpoint, record: Manifest) -> list[str]:
 
 
 def base_config_differences(recorded: str, base: Checkpoint) -> list[str]:
-    """Keys of the text of a recorded base's config.json that differ in a given base, a line each."""
+    """Return the keys of a recorded config.json that differ in a given base, a line each."""
     keys = differing_keys(parse_json(recorded), base.config)
     return [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
 
 
 def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
-    """Code files that no release of this program wrote, whatever surgery.json says of them."""
+    """Generate the code files that no release of this program wrote, regardless of surgery.json."""
     facts = manifest.first_plan.architecture
     for file in checkpoint.side_files:
         if file.endswith(".py") and not modeling.is_ours(file, hash_file(checkpoint.path / file), facts):
@@ -157,7 +157,7 @@ def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
 
 
 def _changed_guards(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
-    """Guards (see `Method.guards`) that changed since the start, a line each."""
+    """Return the guards (see `Method.guards`) that changed since the expansion, a line each."""
     problems: list[str] = []
     for plan in manifest.plans.values():
         guards = plan.method.guards(plan)
@@ -180,7 +180,7 @@ def _not_constant(
     values = {"zero": 0, "mute": plan.architecture.mute_gain}
     readers, planned = part_readers(checkpoint, manifest), manifest.planned
     wanted = {tensor.name: values[tensor.init] for tensor in guards if tensor.init in values}
-    # a W12 that no plan knows writes into the base stream too
+    # a W12 without a plan also writes into the base stream
     wanted |= {name: 0 for name in readers if name.endswith(".w12") and name not in planned}
     for name, value in wanted.items():
         if name in readers:

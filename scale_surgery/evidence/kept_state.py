@@ -1,4 +1,4 @@
-"""Check that a router keeps its state from token to token when `generate` runs it, with a KV cache."""
+"""Check that a router keeps its state from token to token while `generate` runs with a KV cache."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from scale_surgery.modeling.expanded_releases import TESTED, find_cache
 from scale_surgery.running.own_generation import generate_with
 from scale_surgery.running.prompts import Batch
 
-# tokens that the model writes, and the name of the layer of its KV cache that holds the router's state
+# number of generated tokens, and class of the KV cache's layer that holds the router's state
 WRITTEN, STATE_CLASS = 3, "RouterState"
-# a difference of weights that is no rounding, whatever the logits are
+# a smaller difference of weights always counts as rounding
 LEAST_DIFFERENCE = 1e-3
 
 
 @dataclass(frozen=True)
 class KeptState:
-    """State of a router that reads tokens, after the model went on with the prompts token by token.
+    """State of a router that reads tokens, after the prompts were continued token by token.
 
     Attributes:
-        tokens: Tokens that the state holds.
+        tokens: Tokens in the state.
         read: Tokens that the model has read.
         weight_difference: Largest difference of a path's weight from the same tokens read at once, without a KV cache.
         rounding: Difference that rounding of the logits can explain.
@@ -37,7 +37,7 @@ class KeptState:
 
     @property
     def problems(self) -> Iterator[str]:
-        """Give the difference from a router that reads all tokens at once."""
+        """The difference from a router that reads all tokens at once."""
         advice = (
             f"so generate gives other tokens than the router chooses. Load it with transformers {TESTED[-1]} or older, "
             "or write it again with the newest scale-surgery: scale-surgery route-export."
@@ -57,7 +57,7 @@ def measure_kept_state(model: Any, batch: Batch, device: str, rounding: float) -
     Args:
         model: A routed model.
         batch: The prompts.
-        device: Where it runs.
+        device: Device of the model.
         rounding: Loss of a path on a prompt that rounding of its logits can explain, in nats.
     """
     if not model.choice.router.reads_tokens:
@@ -73,7 +73,7 @@ def measure_kept_state(model: Any, batch: Batch, device: str, rounding: float) -
     ids, mask = written.sequences, inputs["attention_mask"]
     layers = getattr(find_cache(written), "layers", ())
     state = next((layer for layer in layers if type(layer).__name__ == STATE_CLASS), None)
-    # nothing has read the last token
+    # the last token is generated, but not read
     read = ids.shape[1] - 1
     if state is None or state.seen != read:
         return KeptState(0 if state is None else state.seen, read, float("nan"), rounding)
@@ -81,5 +81,5 @@ def measure_kept_state(model: Any, batch: Batch, device: str, rounding: float) -
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     at_once = model.score_tokens(ids, attention_mask=mask, position_ids=positions).weights[:, -1]
     difference = (state.values[:, :, -1, 0].float().exp() - at_once).abs().max()
-    # a weight moves by a quarter of its log odds at most, and both paths are rounded
+    # a weight moves by at most a quarter of the change of its log odds, and both paths are rounded
     return KeptState(state.seen, read, float(difference), max(LEAST_DIFFERENCE, rounding / 2))

@@ -1,12 +1,12 @@
-"""Run a folder's model on probe prompts, beside its base and beside each expansion alone.
+"""Run a folder's model on probe prompts, and compare it with its base and with each expansion alone.
 
 base files                     --stock class-->           the base model
 base files, shards of NAME     --a folder of links-->     the model with one expansion alone, as apply writes it
-the whole folder               --as a user loads it-->    its output, its base stream, each path by name and beside
-                                                          the others, and the loss of the mixture
+the whole folder               --as a user loads it-->    its output, its base stream, each path selected by name and
+                                                          in parallel with the others, and the loss of the mixture
 
-Each is freed before the next is loaded; all see the same token ids in one left-padded batch. One that is larger than
-the memory given to it is streamed from its files, module by module (accelerate's disk offload).
+Each model is freed before the next is loaded. All read the same token ids in one left-padded batch. A model larger
+than its memory limit is streamed from its files, module by module (accelerate's disk offload).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from scale_surgery.surgery.layout import make_index
 from scale_surgery.surgery.record import Manifest
 from scale_surgery.surgery.views import only
 
-# tokens of a continuation without KV cache
+# most tokens of a continuation without KV cache
 UNCACHED_TOKENS = 2
-# bytes of a model whose probes take long enough to be forecast
+# bytes of a model from which the probes take long enough for a forecast
 LARGE = 2**28
 
 
@@ -63,14 +63,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class PathNumbers:
-    """One path against the model with that expansion alone.
+    """Comparison of one path with the model of that expansion alone.
 
     Attributes:
-        name: "base", or that of the expansion.
-        is_bit_equal: Whether its logits are those of that model, bit for bit, chosen by name and beside all others.
-        drift: Largest absolute difference of logits, chosen by name.
-        drift_beside: Largest absolute difference of logits, beside all others.
-        generation_equal: Whether greedy continuation with KV cache gives that model's tokens; None if not run.
+        name: "base", or the name of the expansion.
+        is_bit_equal: True if its logits equal that model's bit for bit, selected by name and in parallel with others.
+        drift: Largest absolute difference of logits, selected by name.
+        drift_beside: Largest absolute difference of logits, in parallel with the others.
+        generation_equal: True if greedy continuation with KV cache gives that model's tokens; None if not run.
         uncached_equal: The same without KV cache, for the longest and the shortest prompt and at most two tokens.
     """
 
@@ -94,13 +94,13 @@ class PathNumbers:
 
 @dataclass(frozen=True)
 class MixtureLoss:
-    """Loss of a router's mixture on texts: prompts, texts that each path writes greedily, and joined halves of these.
+    """Loss of a router's mixture on texts: prompts, texts written greedily by each path, and joined halves of these.
 
     Attributes:
         texts: Number of texts.
         longest: Tokens of the longest.
-        excess: Loss of the mixture above that of the base, of several expansions above that of the best path for a
-            text, where it is largest, in nats.
+        excess: Largest loss of the mixture on a text above that of the base, or with several expansions above that of
+            the best path, in nats.
         worst: Name of that text.
         rounding: Loss that rounding of the logits can explain, in nats.
     """
@@ -114,11 +114,11 @@ class MixtureLoss:
 
 @dataclass(frozen=True)
 class ShutGates:
-    """Tokens of the prompts up to which no gate has let anything through, and their logits against the base's.
+    """Logits against the base's, at tokens of the prompts before any gate has opened.
 
     Attributes:
-        tokens: How many of the tokens of the prompts.
-        is_bit_equal: Whether their logits are the base model's, bit for bit.
+        tokens: Number of these tokens.
+        is_bit_equal: True if their logits equal the base model's bit for bit.
         drift: Largest absolute difference of those.
     """
 
@@ -129,23 +129,23 @@ class ShutGates:
 
 @dataclass(frozen=True)
 class Numbers(LogitDrift):
-    """An expanded model and its paths against the base on the probe prompts.
+    """Comparison of an expanded model and its paths with the base on the probe prompts.
 
     Attributes:
         longest: Tokens of the longest prompt.
-        is_text: Whether prompts are text; seeded random ids otherwise, where the base has no tokenizer that loads.
+        is_text: True if prompts are text; False for seeded random ids, if no tokenizer of the base loads.
         attention: Attention kernel of all models.
-        base_logits_bit_equal: Whether head times base stream equals the base model's, bit for bit; of a routed model,
-            that of its first path.
+        base_logits_bit_equal: True if head times base stream equals the base model's, bit for bit; for a routed model,
+            the base stream of its first path.
         base_logits_drift: Largest absolute difference of those.
         layers: The same base stream layer by layer; layer -1 is the embedding.
-        generation_equal: Whether greedy continuation with KV cache gives the base's tokens; None if not run.
+        generation_equal: True if greedy continuation with KV cache gives the base's tokens; None if not run.
         uncached_equal: The same without KV cache, for the longest and the shortest prompt and at most two tokens.
         new_tokens: Tokens generated for each prompt with KV cache.
-        paths: The base's path, and that of each expansion; empty where the model has one path.
+        paths: The base's path, and that of each expansion; empty if the model has one path.
         mixture: Loss of its router's mixture; None without a router.
-        kept_state: What a router that reads tokens keeps with a KV cache; None without one.
-        shut: Tokens up to which all gates are shut; None without gates, or with a router.
+        kept_state: State of a token-reading router with a KV cache; None without such a router.
+        shut: Logits before any gate opens; None without gates, or with a router.
         load_problems: Tensors that were missing, unexpected or re-initialised on load.
         token_problems: Prompts whose token ids differ between the two tokenizers.
     """
@@ -178,9 +178,9 @@ class PathRun:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """A model on a batch as it was loaded: logits, those of its base stream, and that stream after each layer.
+    """Results of a loaded model on a batch: logits, those of its base stream, and that stream after each layer.
 
-    `shut` says at which tokens its gates, if it has any, have let nothing through so far.
+    `shut` is True at tokens before any gate has opened; None without gates.
     """
 
     logits: Tensor
@@ -201,7 +201,7 @@ def probe(
     track: Track,
     renamed: Mapping[str, str],
 ) -> Numbers:
-    """Run the base, the model that each path is alone, and the expanded model on the same prompts, and compare."""
+    """Run the base, the model of each path alone, and the expanded model on the same prompts, and compare."""
     encoded, sizes = encode_prompts(base, probes, run), manifest.first_plan.sizes
     tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run), sizes.vocabulary)
     batch, names = encoded.batch, tuple(manifest.expansions)
@@ -260,7 +260,7 @@ def probe(
 
 
 def forecast(models: int, batch: Batch, probes: Probes) -> Finding:
-    """Say what probes run, and which options run less."""
+    """Describe the work of the probes, and the options that reduce it."""
     written = probes.max_new_tokens
     read = f"{models} models read {counted(int(batch.mask.sum()), 'token')}"
     prompts, cheaper = counted(len(batch.ids), "prompt"), "--files-only runs no model"
@@ -279,18 +279,18 @@ def _compare_shut(base: Tensor, expanded: ModelRun, real: Tensor) -> ShutGates:
 
 @torch.no_grad()
 def run_model(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: str) -> ModelRun:
-    """Run a model as it was loaded: logits, base stream after each layer, base logits, greedy continuation."""
+    """Run a loaded model: logits, base stream after each layer, base logits, greedy continuation."""
     width, known = sizes.hidden, sizes.vocabulary
     with translated(*RUNNING):
         with keeping_scores(model):
             output = model(**batch.inputs(device), output_hidden_states=True, use_cache=False)
             shut = shut_so_far(model, batch.mask)
         cached, uncached = _continue(model, batch, known, new_tokens, device)
-    # logits are those of the base's tokens
+    # only logits of the base's tokens are compared
     return ModelRun(
         logits=output.logits[..., :known].cpu(),
         base_logits=_base_logits(model, output.hidden_states[-1][: len(batch.ids), :, :width])[..., :known].cpu(),
-        # of several paths the base's stream comes first: among features, and after the last norm along the batch
+        # with several paths the base's stream comes first: among features, and after the last norm along the batch
         hidden=tuple(state[: len(batch.ids), ..., :width].cpu() for state in base_states(model, output.hidden_states)),
         shut=shut,
         cached=cached,
@@ -301,7 +301,7 @@ def run_model(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: s
 
 @torch.no_grad()
 def run_path(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: str) -> PathRun:
-    """Run a model as it stands: logits of prompts, and greedy continuation with and without KV cache."""
+    """Run a model with its present selection: logits of prompts, and greedy continuation with and without KV cache."""
     logits = model(**batch.inputs(device), use_cache=False).logits[..., : sizes.vocabulary].cpu()
     return PathRun(logits[batch.mask.bool()], *_continue(model, batch, sizes.vocabulary, new_tokens, device))
 
@@ -309,27 +309,27 @@ def run_path(model: Any, batch: Batch, sizes: Sizes, new_tokens: int, device: st
 def _continue(
     model: Any, batch: Batch, known: int, new_tokens: int, device: str
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Greedy continuation by tokens of the base: of all prompts with KV cache, of two prompts without."""
+    """Continue greedily by tokens of the base: all prompts with KV cache, two prompts without."""
     if not new_tokens:
         return None, None
     cached = continue_greedily(model, batch.inputs(device), new_tokens, known=known)
-    # a whole forward for each token; logits of all prompts were compared without a KV cache
+    # few, since each token costs a whole forward pass, and the logits of all prompts are compared without a KV cache
     few = min(new_tokens, UNCACHED_TOKENS)
     uncached = continue_greedily(model, batch.two().inputs(device), few, known=known, use_cache=False)
     return cached.cpu(), uncached.cpu()
 
 
 def _base_logits(model: Any, base: Tensor) -> Tensor:
-    """Logits of a base stream (b, t, d); where the model routes, of the one that its first path reads."""
+    """Return the logits of a base stream (b, t, d); in a routed model, the stream of its first path."""
     head = model.get_output_embeddings()
     if head.weight.dtype.is_floating_point:
         # some stock models keep their residual stream in float32
         base = base.to(head.weight.dtype)
     if head.weight.shape[-1] > base.shape[-1]:
-        # of a fused model, whose head reads both streams
+        # the head of a fused model reads both streams
         logits = functional.linear(base, head.weight[:, : base.shape[-1]], head.bias)
     elif hasattr(head, "capped"):
-        # a module of a streamed model has its weights only while it runs
+        # a streamed module has its weights only while it runs
         with model.expansion_disabled():
             logits = head(base.contiguous())
     else:
@@ -353,7 +353,7 @@ def run_alone(
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             link_alone(*only(checkpoint, manifest, name), Path(folder))
-            # without own code of the base the folder holds none, and this program's code runs
+            # without own code of the base, the folder has no code, and this program's code runs
             options = run if has_own_code else replace(run, trust_remote_code=False)
             with loaded(Path(folder), options, name=name) as (model, problems), translated(*RUNNING):
                 if unfit := _unlike_base(model, problems, known):
@@ -365,7 +365,7 @@ def run_alone(
 
 
 def _unlike_base(model: Any, problems: Sequence[Problem], known: Sequence[Problem]) -> list[Problem]:
-    """Problems for which a user cannot load a model; one of a stock class loads in spite of those that its base has."""
+    """Return the problems that keep a user from loading a model; a stock class ignores its base's own problems."""
     return [problem for problem in problems if is_strict(model) or problem not in known]
 
 
@@ -385,14 +385,14 @@ def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None
 
 @torch.no_grad()
 def _beside(model: Any, batch: Batch, sizes: Sizes, device: str) -> list[Tensor]:
-    """Logits of each path beside all others, without padding."""
+    """Return the logits of each path, all run in parallel, without padding."""
     inputs = batch.inputs(device)
     logits = model.path_logits(inputs["input_ids"], attention_mask=inputs["attention_mask"])
     return [path_logits[..., : sizes.vocabulary].cpu()[batch.mask.bool()] for path_logits in logits]
 
 
 def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> PathNumbers:
-    """Compare a path, chosen by name and beside the others, with the model of that expansion alone."""
+    """Compare a path, selected by name and run in parallel, with the model of that expansion alone."""
     return PathNumbers(
         name=name,
         is_bit_equal=torch.equal(alone.logits, chosen.logits) and torch.equal(alone.logits, beside),
@@ -407,10 +407,10 @@ def measure_mixture(model: Any, batch: Batch, device: str, rounding: float, *, w
     """Measure the loss of a router's mixture on prompts, and on texts that the paths write."""
     texts = [prompt_texts(batch), *hostile_texts(model, batch, device, write=write)]
     losses = {name: loss for text in texts for name, loss in excess(model, text, device)}
-    # NaN is the worst, and no maximum of Python's
+    # NaN is the worst, but Python's max does not return it
     worst = max(losses, key=lambda name: math.inf if math.isnan(losses[name]) else losses[name])
     longest = max(text.ids.shape[1] for text in texts)
-    # errors of rounding are as often up as down
+    # rounding errors have random signs, so they grow with the square root of the length
     return MixtureLoss(len(losses), longest, losses[worst], worst, 4 * rounding * math.sqrt(longest))
 
 
@@ -420,5 +420,5 @@ def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:
 
 
 def _same_tokens(a: Tensor | None, b: Tensor | None) -> bool | None:
-    """Whether two continuations are the same; None where one was not run."""
+    """Return True if two continuations are equal; None if one was not run."""
     return None if a is None or b is None else torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""The named promises: which a model claims in its present state, which hold, and on what evidence."""
+"""The named promises: those that a model claims in its present state, those that hold, and the evidence."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ PROMISES = (
 
 @dataclass(frozen=True)
 class Promise:
-    """One named promise: whether the model claims it in its present state, whether it holds, and why.
+    """A named promise: a claim of the model in its present state, its result, and the evidence.
 
-    `holds` is None where files alone cannot show it, and no model was run or nothing in the prompts shows it.
+    `holds` is None if files alone cannot show it, and no model was run or no prompt shows it.
     """
 
     name: str
@@ -74,7 +74,7 @@ def judge(
 
 
 def promises_of(manifest: Manifest) -> tuple[str, ...]:
-    """Names of the promises of a folder, whether or not it claims them in its present state."""
+    """Return the names of the promises of a folder, including those not claimed in its present state."""
     starts = (
         []
         if len(manifest.expansions) > 1
@@ -87,18 +87,18 @@ def promises_of(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _is_exact(manifest: Manifest) -> bool:
-    """Whether an untrained expansion changes no bit of the output."""
+    """Return True if an untrained expansion changes no bit of the output."""
     return all(plan.method.is_exact_at_init(plan) for plan in manifest.plans.values())
 
 
 def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:
-    """Of a fused model, whose sums run in another order, no promise about logits is made."""
+    """Withdraw a promise about logits: sums of a fused model run in another order."""
     measured = f"drift {drift['drift']:.3g} in {drift['dtype']} when it was merged"
     return replace(promise, claimed=False, evidence=f"fused: logits are its blocks' but for rounding, {measured}")
 
 
 def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
-    """Of an expansion that was put on another base by force, no promise about outputs is made."""
+    """Withdraw a promise about outputs: the expansion was put on another base by force."""
     count, expected = len(forced["differing"]), forced["expected_name"]
     differing = "1 tensor is not that" if count == 1 else f"{count} tensors are not those"
     reason = f"put by --force on a base of which {differing} of {expected}"
@@ -106,7 +106,7 @@ def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
 
 
 def _recoverable_evidence(integrity: Integrity) -> str:
-    """What was compared of the base, and the number of problems."""
+    """Describe the comparison of the base, with the number of problems."""
     evidence = f"{counted(integrity.base_tensors, 'base tensor')}, {integrity.base_bytes:,} bytes, sha256 compared"
     count = len(integrity.base)
     return f"{evidence}; {counted(count, 'problem')}" if count else evidence
@@ -129,7 +129,7 @@ def _output_at_init(
 def _near_output_at_init(
     manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
-    """Claimed where shares of copies are rounded: more than two copies, or float16, whose small numbers round too."""
+    """Judge near_output_at_init, claimed if shares of copies are rounded: with more than two copies, or in float16."""
     findings, problems = [], []
     if numbers is not None:
         most = TOLERANCES[numbers.dtype] * numbers.largest_logit
@@ -142,7 +142,7 @@ def _near_output_at_init(
 
 
 def _begins_as_base(manifest: Manifest, integrity: Integrity) -> bool:
-    """Whether the output is to be the base's: one untrained expansion, whose new tokens have no share in a mixture."""
+    """Return True if the output must be the base's: one untrained expansion, without new tokens in a mixture."""
     is_mixture = manifest.routing is not None and not manifest.routing.is_hard
     return len(manifest.expansions) == 1 and not integrity.trained and not (is_mixture and manifest.adds_tokens)
 
@@ -156,7 +156,7 @@ def _at_init(
     *,
     claimed: bool,
 ) -> Promise:
-    """A promise about the start, by the files, and by a run where there was one."""
+    """Judge a promise about the initial state, by the files, and by a run if there was one."""
     start = manifest.first_plan.method.start(len(integrity.nonzero))
     every = (*integrity.nonzero, *(problems if findings else ()))
     evidence = "; ".join([start, *(findings or ["no model was run"])])
@@ -166,7 +166,7 @@ def _at_init(
 def _old_vocabulary(
     manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
-    """Claimed as long as nothing but rows of new tokens may have changed."""
+    """Judge old_vocabulary, claimed as long as only rows of new tokens may have changed."""
     name = "old_vocabulary"
     plan = manifest.first_plan
     if not manifest.adds_tokens:
@@ -214,7 +214,7 @@ def _base_stream_always(
 
 
 def _shut_gates(manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
-    """Up to the first token at which a gate opens, a text has the base's logits, whatever was trained."""
+    """Judge shut_gates: a text has the base's logits up to the first open gate, regardless of training."""
     name, is_routed = "shut_gates", manifest.routing is not None
     if name not in promises_of(manifest) or is_routed:
         reason = "this model routes" if is_routed else "this model has no gates"
@@ -235,7 +235,7 @@ def _shut_gates(manifest: Manifest, integrity: Integrity, numbers: Numbers | Non
 def _paths_as_alone(
     manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
-    """Each expansion, chosen by name and beside the others, is the model that it is alone, bit for bit."""
+    """Judge paths_as_alone: each expansion equals its model alone, bit for bit, by name and in parallel."""
     name = "paths_as_alone"
     if manifest.routing is None:
         reason = "this model has one path"
@@ -250,7 +250,7 @@ def _paths_as_alone(
 
 
 def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tuple[str, ...]) -> Promise:
-    """Claimed without switching; with it, the possible loss grows with the length of a text."""
+    """Judge bounded_forgetting, claimed without switching; with it, the possible loss grows with the text's length."""
     name, routing, count = "bounded_forgetting", manifest.routing, len(manifest.expansions)
     if routing is None or routing.bound is None:
         reason = "this model does not route" if routing is None else f"the {routing.router} router promises no bound"
@@ -275,7 +275,7 @@ def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tu
                 f"a text ({mixture.worst}) loses {mixture.excess:.3g} nats against {best}, expected at most {most:.3g}."
             )
         problems += [line for path in numbers.paths for line in path.problems]
-    # of a fused model no path can be run, so nothing is known of what its mixture loses
+    # no path of a fused model can be run, so the loss of its mixture is unknown
     return Promise(name, not each, _holds(problems, mixture), evidence, tuple(problems))
 
 

@@ -1,4 +1,4 @@
-"""Compare the facts in surgery.json with those that the base's config.json gives.
+"""Compare the facts in surgery.json with the facts derived from the base's config.json.
 
 An edited record, such as another name of a norm, could hide tensors from the checks.
 """
@@ -23,7 +23,7 @@ from scale_surgery.surgery.record import Manifest
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived
 
-# facts by which tensors are found
+# facts that locate tensors
 LASTING = ("model_type", "base_model", "layers", "embedding", "final_norm", "transposed", "softcap", "stored_as")
 
 
@@ -44,7 +44,7 @@ def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = 
 
 
 def _differing(plan: Plan, facts: Derived) -> Iterator[str]:
-    """Facts of a plan that differ from those that are derived again."""
+    """Generate the facts of a plan that differ from those derived again."""
     sizes = differing_keys(plain_json(asdict(plan.facts.sizes_by_config)), plain_json(asdict(facts.sizes)))
     recorded, derived = _facts(plan.architecture, facts.architecture), _facts(facts.architecture, plan.architecture)
     yield from (f"sizes.{key}" for key in sizes)
@@ -52,7 +52,7 @@ def _differing(plan: Plan, facts: Derived) -> Iterator[str]:
 
 
 def _facts(architecture: Architecture, second: Architecture) -> Mapping[str, Any]:
-    """Facts that do not depend on the release, as treatments of blocks do."""
+    """Return the facts that do not depend on the release, unlike treatments of blocks."""
     facts = plain_json(asdict(architecture))
     layers = range(min(len(architecture.kind_of_layer), len(second.kind_of_layer)))
     pairs = [(architecture.kind(layer), second.kind(layer)) for layer in layers]

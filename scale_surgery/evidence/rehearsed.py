@@ -1,4 +1,4 @@
-"""On which text the training runs in surgery.json rehearsed."""
+"""The text that the training runs in surgery.json rehearsed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ITSELF = "self"
 
 
 def rehearsed_text(run: Mapping[str, Any]) -> str:
-    """The text on which a recorded run rehearsed, in words; empty where it did not."""
+    """Describe the text that a recorded run rehearsed; empty without rehearsal."""
     settings = run.get("settings")
     texts = settings.get("rehearse") if isinstance(settings, Mapping) else None
     if not texts:
@@ -19,5 +19,5 @@ def rehearsed_text(run: Mapping[str, Any]) -> str:
 
 
 def rehearsed_texts(runs: Iterable[Mapping[str, Any]]) -> str:
-    """The same of several runs, each kind of text once."""
+    """Describe the rehearsed texts of several runs, each kind once."""
     return " and ".join(dict.fromkeys(text for run in runs if (text := rehearsed_text(run))))

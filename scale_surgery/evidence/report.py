@@ -1,6 +1,6 @@
-"""What training did to an expanded checkpoint: the size of each block, and the drift of the base stream.
+"""The effect of training on an expanded checkpoint: the size of each block, and the drift of the base stream.
 
-surgery.json, base tensors --initialisation of expand-->    the start of each tensor
+surgery.json, base tensors --initialisation of expand-->    the initial values of each tensor
 expansion tensors          --norms, effective ranks-->      its change
 probe text                 --both models-->                 drift and cosine of the base stream, layer by layer
 
@@ -38,7 +38,7 @@ def report(
     run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Report:
-    """Show what training did to an expansion.
+    """Report the effect of training on an expansion.
 
     Norms are Frobenius norms; the effective rank is exp of the entropy of the normalised singular values (Roy and
     Vetterli 2007). Each block is compared with its initial values, computed again from the base inside.
@@ -47,15 +47,15 @@ def report(
         expanded: Folder of the expanded checkpoint.
         texts: Probe text for the base stream: a file or saved dataset, or several, as for
             `documents.read_documents`; by default the built-in prompts of `verify`.
-        name: Which expansion, where there are several.
+        name: Name of the expansion if there are several.
         files_only: Read tensors and run no model; the report then lacks the base stream.
-        sequence_length: Most tokens of a text that are read at once; by default the context, at most 1024.
-        run: How the model runs: device, trust_remote_code, batch_size. Hidden states of all layers are held for a
+        sequence_length: Most tokens of a window; by default the context, at most 1024.
+        run: Options of the run: device, trust_remote_code, batch_size. Hidden states of all layers are held for a
             batch, so it is one window by default.
         track: Makes progress bars.
 
     Returns:
-        Every expansion tensor, each layer, the base stream, and what the training runs measured.
+        Every expansion tensor, each layer, the base stream, and the measurements of the training runs.
 
     Raises:
         CheckpointError: If this is no expanded checkpoint, it is fused, tensors are missing or of a wrong shape (all
@@ -97,7 +97,7 @@ def report(
 
 
 def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Refuse a checkpoint in which a tensor is missing or has another shape than planned; all are named."""
+    """Refuse a checkpoint with missing tensors or tensors of another shape than planned; all are named."""
     shapes = {tensor.name: tensor.shape for tensor in manifest.plan.tensors}
     missing = [name for name in (*manifest.base_tensors, *shapes) if name not in checkpoint.tensors]
     problems = [Problem("tensor-missing", name) for name in missing]
@@ -111,7 +111,7 @@ def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
 
 
 def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The log of the last training run, without lines that are cut short or hold no numbers."""
+    """Generate the log of the last training run, without truncated lines and lines without numbers."""
     file = path / TRAINING_FOLDER / LOG_FILE
     lines = read_bytes(file, most=sys.maxsize).decode("utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in lines:

@@ -1,7 +1,7 @@
 """Compare each expansion tensor with its initial values, a few tensors in memory at a time.
 
-Initial values are not stored. An untrained tensor still has them; for a trained one they are computed again from the
-base inside the checkpoint, as `expand` computed them, and checked against the sha256 in surgery.json.
+Initial values are not stored. An untrained tensor still has them. For a trained tensor they are computed again from
+the base inside the checkpoint, as `expand` does, and checked against the sha256 in surgery.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from scale_surgery.surgery.initialise import Initialiser
 
-# singular values of a spectrum that are reported; a plot shows no more
+# reported singular values of a spectrum; a plot cannot show more
 SPECTRUM_POINTS = 64
 SPECTRUM_BLOCK = "w21"
 LinearOfBlock = tuple[Block, Linear]
@@ -37,16 +37,16 @@ LinearOfBlock = tuple[Block, Linear]
 
 @dataclass
 class Comparison:
-    """Compares the tensors of an expanded checkpoint with how they started.
+    """A comparison of the tensors of an expanded checkpoint with their initial values.
 
     Attributes:
         checkpoint: The expanded checkpoint.
         manifest: Its surgery.json.
-        plan: The plan that it was made by.
-        device: Where to compute.
-        differing: Tensors whose start, made again, has another sha256 than the one that was written.
-        unknown: Tensors whose start cannot be known: they stand beside a base tensor that they were not made on.
-        spoiled: Tensors that hold NaN or infinity.
+        plan: Its plan.
+        device: Device of the computation.
+        differing: Tensors whose recomputed initial values have another sha256 than recorded.
+        unknown: Tensors with unknown initial values: they were made from another base tensor than the present one.
+        spoiled: Tensors with NaN or infinity.
     """
 
     checkpoint: Checkpoint
@@ -89,12 +89,12 @@ class Comparison:
         return self.manifest.expansion_tensors.get(tensor.name) != digest
 
     def _by_rows(self, block: str, value: Tensor) -> Tensor:
-        """A tensor with outputs as rows; base weights and copies of them may be stored transposed."""
+        """Return a tensor with outputs as rows; base weights and copies of them may be stored transposed."""
         is_transposed = block == "weight" and value.dim() == 2 and self.plan.architecture.transposed
         return value.T if is_transposed else value
 
     def _start_of(self, tensor: TensorPlan) -> Tensor | None:
-        """The initial values of a tensor; None where --force put it beside another base tensor."""
+        """Return the initial values of a tensor; None if --force combined it with another base tensor."""
         from scale_surgery.checkpoint.shards import tensor_bytes
 
         forced = (self.manifest.forced_base or {}).get("differing", ())
@@ -113,7 +113,7 @@ class Comparison:
         return Initialiser(self.plan, self.checkpoint, self.device)
 
     def _split(self, located: LinearOfBlock | None, value: Tensor) -> list[Tensor]:
-        """The rows of each role of a fused projection, as matrices; the whole where it is none."""
+        """Return the rows of each role of a fused projection, as matrices; the whole tensor if it is not fused."""
         from scale_surgery.surgery.initialise import split_roles
 
         rows = value[:, None].to(self.device) if value.dim() == 1 else value.to(self.device)
@@ -123,7 +123,7 @@ class Comparison:
         return split_roles(rows, located[1], located[0].head_size, widths)
 
     def _base_norms(self, located: LinearOfBlock | None, tensor: TensorPlan) -> Sequence[float | None]:
-        """Norm of the base weight beside a matrix, by role; empty where there is none."""
+        """Return the norm of the base weight of a matrix, by role; empty if there is none."""
         if len(tensor.shape) < 2:
             return []
         name = self._base_name(tensor)
@@ -133,7 +133,7 @@ class Comparison:
         return self.base_norms.get(name, [])
 
     def _originals(self, located: LinearOfBlock | None, tensor: TensorPlan) -> Sequence[Tensor | None]:
-        """The present weights of which a W21 is a copy, by role; empty where it is no copy."""
+        """Return the present weights that a W21 copies, by role; empty if it is no copy."""
         if tensor.block != "w21" or tensor.init != "copy":
             return []
         trained = f"{tensor.name.removesuffix('w21')}w11"
@@ -142,20 +142,20 @@ class Comparison:
         return self._split(located, self._by_rows("weight", read_tensor(self.checkpoint, tensor.source)))
 
     def _base_name(self, tensor: TensorPlan) -> str:
-        """Name of the base weight beside a tensor; that of a tied head is the embedding."""
+        """Return the name of the base weight of a tensor; for a tied head, the embedding."""
         if tensor.source in self.checkpoint.tensors or tensor.layer is not None:
             return tensor.source
         return self.plan.embedding
 
 
 def find_linear(plan: Plan, tensor: TensorPlan) -> LinearOfBlock | None:
-    """The linear that a tensor stands beside, and its block, or None: norm, embedding, head."""
+    """Return the linear of a tensor, with its block; None for a norm, an embedding or a head."""
     return None if tensor.layer is None else plan.architecture.find_linear(tensor.source.rpartition(".")[0])
 
 
 def _place_of(plan: Plan, tensor: TensorPlan) -> str:
     if tensor.layer is not None and len(tensor.shape) > 1:
-        # beside a block that runs as it is
+        # parallel to a block that runs unchanged
         return "beside"
     if len(tensor.shape) < 2:
         return "norm"
@@ -164,7 +164,7 @@ def _place_of(plan: Plan, tensor: TensorPlan) -> str:
 
 
 def _role_widths(plan: Plan, block: Block, linear: Linear) -> Iterator[list[int]]:
-    """Possible numbers of rows of the roles of a fused projection: those of the base, and the added ones."""
+    """Generate the possible numbers of rows of the roles of a fused projection: the base's, and the added ones."""
     outputs = linear_widths(block, linear, plan.widths).outputs
     yield [base for base, _ in outputs]
     yield [up for _, up in outputs]
@@ -185,7 +185,7 @@ def _measure(
     *,
     is_trained: bool,
 ) -> TensorChange:
-    """Measure a matrix, or a vector as a matrix of one column, against its start; an untrained one is its start."""
+    """Measure a matrix, or a vector as one column, against its initial values; an untrained tensor equals them."""
     change = None if start is None else now.double() - start.double()
     values = _values(now)
     start_values = _values(start) if is_trained else values
@@ -210,7 +210,7 @@ def _measure(
 
 
 def _separation(copies: Tensor, original: Tensor) -> float | None:
-    """Distance of stacked copies from their original: norm of the difference over that of as many originals."""
+    """Return the distance of stacked copies from their original, relative to the norm of as many originals."""
     count = copies.shape[0] // original.shape[0]
     apart = copies.double().view(count, *original.shape) - original.double()
     whole = norm_of(original) * math.sqrt(count)
@@ -222,7 +222,7 @@ def _optional_norm(tensor: Tensor | None) -> float | None:
 
 
 def _values(matrix: Tensor | None) -> Tensor | None:
-    """Singular values of a matrix; None for a vector, and with NaN or infinity."""
+    """Return the singular values of a matrix; None for a vector, and for NaN or infinity."""
     if matrix is None or matrix.dim() < 2 or min(matrix.shape) == 1 or not matrix.isfinite().all():
         return None
     return singular_values(matrix)
@@ -233,7 +233,7 @@ def _rank(values: Tensor | None) -> float | None:
 
 
 def _spectrum(start: Tensor, now: Tensor) -> Spectrum:
-    """Singular values at no more than SPECTRUM_POINTS ranks, evenly spaced, the first and the last among them."""
+    """Return singular values at no more than SPECTRUM_POINTS ranks, evenly spaced, including the first and the last."""
     count, points = len(now), min(len(now), SPECTRUM_POINTS)
     places = [round(point * (count - 1) / max(1, points - 1)) for point in range(points)]
     ranks = tuple(place + 1 for place in places)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Layer
     from scale_surgery.modeling.expanded_routers import Router
 
-# values of a training log that a report draws
+# values of a training log that a report plots
 CURVES = ("loss", "forgetting", "learning", "old_accuracy", "new_accuracy")
 # norms that add up as squares; None in one tensor makes the sum None
 ADDED = ("norm", "start_norm", "change", "base_norm")
@@ -22,7 +22,7 @@ ADDED = ("norm", "start_norm", "change", "base_norm")
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Singular values of a block at some of its ranks, which count from 1, at its start and now."""
+    """Singular values of a block at some of its ranks, which count from 1: initial and present."""
 
     ranks: tuple[int, ...]
     start: tuple[float, ...]
@@ -35,9 +35,9 @@ class Norms:
 
     Attributes:
         norm: Its norm.
-        start_norm: Its norm when it was expanded; None where the start is not known.
-        change: Norm of the difference of the two; None likewise.
-        base_norm: Norm of the base weight beside it; None where there is none, as beside a norm or a bias.
+        start_norm: Its initial norm; None if the initial values are unknown.
+        change: Norm of the difference of the two; None if the initial values are unknown.
+        base_norm: Norm of the corresponding base weight; None if there is none, as for a norm or a bias.
     """
 
     norm: float
@@ -47,17 +47,17 @@ class Norms:
 
     @property
     def relative_change(self) -> float | None:
-        """Change over the norm at the start; None where it started as zeros."""
+        """Change over the initial norm; None if the initial values are zeros."""
         return _ratio(self.change, self.start_norm)
 
     @property
     def relative_norm(self) -> float | None:
-        """Norm over that of the base weight beside it."""
+        """Norm over that of the corresponding base weight."""
         return _ratio(self.norm, self.base_norm)
 
     @property
     def change_of_base(self) -> float | None:
-        """Change over the norm of the base weight beside it."""
+        """Change over the norm of the corresponding base weight."""
         return _ratio(self.change, self.base_norm)
 
 
@@ -68,19 +68,19 @@ class TensorChange:
     Attributes:
         name: Name of the tensor.
         layer: Its layer, or None outside the layers.
-        role: What the linear beside it does (q, k, v, o, gate, up_proj, down), or norm, embedding or head.
+        role: Role of its linear (q, k, v, o, gate, up_proj, down), or norm, embedding or head.
         group: attn, ffn, norm, embedding or head.
         block: Last part of the name: w12, w21, w22, up_weight, ...
-        init: How it started: svd, zero, mean, ...
+        init: Its initialisation: svd, zero, mean, ...
         shape: Its shape, or that of the rows.
         norms: Its norms.
-        rank: Its effective rank; None of a vector, and of zeros.
-        start_rank: Effective rank at its start.
+        rank: Its effective rank; None for a vector, and for zeros.
+        start_rank: Initial effective rank.
         change_rank: Effective rank of its change.
-        spectrum: Its singular values, of a W21.
-        is_trained: Whether its bytes differ from those that the expansion wrote.
-        separation: Of copies in a grown model, norm of their difference from what they are copies of, which may have
-            trained too, over the norm of that; None of what is no copy.
+        spectrum: Its singular values, for a W21.
+        is_trained: True if its bytes differ from those that the expansion wrote.
+        separation: For copies in a grown model, norm of their difference from their present original over its norm;
+            None for other tensors.
     """
 
     name: str
@@ -100,7 +100,7 @@ class TensorChange:
 
     @property
     def full_rank(self) -> int:
-        """The most that an effective rank can be."""
+        """The highest possible effective rank."""
         return min(self.shape)
 
 
@@ -121,7 +121,7 @@ class Streams:
     Attributes:
         layers: Drift and cosine after each layer, the last one after the final norm; layer -1 is the embedding.
         source: The texts.
-        tokens: Tokens in it.
+        tokens: Tokens of the texts.
         dtype: Dtype of the hidden states.
         path: Compared with the base model: the model, or the adapt path of a routed one.
     """
@@ -134,7 +134,7 @@ class Streams:
 
     @property
     def is_bit_equal(self) -> bool:
-        """Whether nothing differs anywhere."""
+        """True if all layers are bit-equal."""
         return all(layer.is_bit_equal for layer in self.layers)
 
 
@@ -145,16 +145,16 @@ class Report:
     Attributes:
         path: The expanded checkpoint.
         base_name: Name of its base model.
-        method: How it was grown: scale, grow or depth.
+        method: Its method: scale, grow or depth.
         variant: Its variant.
         routing: Its router, or None.
-        state: "initial", or "trained" where an expansion tensor changed since the expansion.
+        state: "initial", or "trained" if an expansion tensor changed since the expansion.
         parameters: Parameters of the expansion.
         tensors: Every expansion tensor, in the order of the plan.
         layers: The same by layer, group and block.
-        streams: The base stream, or None where no model was run.
-        runs: What surgery.json records of each training run.
-        log: The log of the last run, if it is there; see `train`.
+        streams: The base stream, or None if no model was run.
+        runs: Records of the training runs in surgery.json.
+        log: The log of the last run, if it exists; see `train`.
         notes: Notes on the numbers.
     """
 
@@ -173,21 +173,21 @@ class Report:
     notes: tuple[str, ...]
 
     def find(self, block: str, group: str | None = None) -> list[TensorChange]:
-        """Tensors of a block, of a group alone where one is given."""
+        """Return the tensors of a block, optionally only of one group."""
         return [tensor for tensor in self.tensors if tensor.block == block and group in (None, tensor.group)]
 
     @property
     def measured(self) -> dict[str, float]:
-        """The last measurement of the last training run; empty where there is none."""
+        """The last measurement of the last training run; empty if there is none."""
         return dict(self.runs[-1].get("measured") or {}) if self.runs else {}
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values, with what follows from the norms."""
+        """Return the report as plain JSON values, with values derived from the norms."""
         content = asdict(self) | {"path": str(self.path)}
         for key in ("tensors", "layers"):
             pairs = zip(content[key], getattr(self, key), strict=True)
             content[key] = [_flat(row, record.norms) for row, record in pairs]
-        # JSON has neither NaN nor infinity: they become texts
+        # JSON has neither NaN nor infinity, so they become texts
         return plain_json(content)
 
 
@@ -203,7 +203,7 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def add_norms(parts: Iterable[Norms]) -> Norms:
-    """Norms of several tensors taken as one: roots of the sums of squares."""
+    """Return the norms of several tensors taken as one: roots of the sums of squares."""
     listed = list(parts)
     values = [[getattr(part, name) for part in listed] for name in ADDED]
     norm, *rest = (None if None in column else math.hypot(*column) for column in values)
@@ -212,7 +212,7 @@ def add_norms(parts: Iterable[Norms]) -> Norms:
 
 
 def by_layer(tensors: Iterable[TensorChange]) -> tuple[BlockChange, ...]:
-    """Take all tensors of a layer, group and block as one; tensors outside layers are left out."""
+    """Merge all tensors of a layer, group and block into one change; skip tensors outside layers."""
     norms: dict[tuple[int, str, str], list[Norms]] = {}
     for tensor in tensors:
         if tensor.layer is not None:

@@ -1,7 +1,7 @@
 """The drift of an expanded model's base stream from the base model's, layer by layer, on probe text.
 
 One model in memory gives both: with its expansion disabled it is its base, bit for bit. A routed model is compared by
-its adapt path, as its preserve path is the base's.
+its adapt path, because its preserve path is the base's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compare_streams(
     else:
         batches, source = _prompt_batches(path, run)
     tokens = sum(int(batch.mask.sum()) for batch in batches)
-    stored = replace(run, dtype=None)  # models are compared as they are stored
+    stored = replace(run, dtype=None)  # models are compared in their stored dtype
     with track("base stream", tokens) as advance, loaded_whole(path, path.name, stored) as model:
         layers, dtype = _compare(model, name, batches, width, advance)
         is_routed = bool(getattr(model, "is_routing_enabled", False))
@@ -52,7 +52,7 @@ def compare_streams(
 
 
 def _prompt_batches(path: Path, run: RunOptions) -> tuple[list[Batch], str]:
-    """The prompts of `verify` as one batch; random ids where the model has no tokenizer."""
+    """Return the prompts of `verify` as one batch; random ids if the model has no tokenizer."""
     from scale_surgery.running.prompts import encode_prompts
 
     encoded = encode_prompts(path, Probes(max_new_tokens=0), run)
@@ -61,7 +61,7 @@ def _prompt_batches(path: Path, run: RunOptions) -> tuple[list[Batch], str]:
 
 
 def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, run: RunOptions) -> list[Batch]:
-    """Texts cut into windows, one after the other, prompts of questions included."""
+    """Return batches of consecutive windows of the texts, including prompts of questions."""
     from scale_surgery.running.prompts import Batch
     from scale_surgery.text.documents import read_files
     from scale_surgery.text.tokenizing import collate
@@ -93,7 +93,7 @@ def _compare(
         dtype = str(pairs[0][0].dtype).removeprefix("torch.")
         tokens += int(batch.mask.sum())
         advance(int(batch.mask.sum()))
-    # NaN, the worst, is no maximum of Python's
+    # NaN is the worst, but Python's max does not return it
     largest = [math.nan if any(map(math.isnan, column)) else max(column) for column in zip(*drifts, strict=True)]
     means = [sum(column) / tokens for column in zip(*sums, strict=True)]
     layers = zip(range(-1, len(means)), largest, means, strict=False)
@@ -101,7 +101,7 @@ def _compare(
 
 
 def _states(model: Any, name: str, batch: Batch, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The base stream of the base and of the expanded model after each layer, (tokens, d), padding left out."""
+    """Generate the base stream of the base and of the expanded model after each layer, (tokens, d), without padding."""
     with expansion_disabled(model):
         before = base_states(model, _run(model, batch))
     # a model with duplicated layers has only one expansion
@@ -113,7 +113,7 @@ def _states(model: Any, name: str, batch: Batch, width: int) -> Iterator[tuple[T
 
 
 def _run(model: Any, batch: Batch) -> tuple[Tensor, ...]:
-    """Hidden states of the model, without running its head."""
+    """Return the hidden states of the model, without running its head."""
     import torch
 
     with torch.no_grad():

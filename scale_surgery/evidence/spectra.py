@@ -1,10 +1,10 @@
-"""Numbers that say how large a matrix is and how many directions it uses.
+"""The size of a matrix, and the number of directions that it uses.
 
     norm            ||A||_F, the root of the sum of squares
     effective rank  exp(H(p)), p_i = s_i / sum_j s_j, H(p) = -sum_i p_i ln p_i, s = singular values of A
                     (Roy and Vetterli 2007, "The effective rank: a measure of effective dimensionality")
 
-An effective rank lies between 1, one direction alone, and the number of rows or columns, all directions alike.
+An effective rank is between 1, for one direction, and the number of rows or columns, for equal directions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-# numbers that are taken to float64 at a time, 64 MiB of it
+# numbers converted to float64 at a time, 64 MiB
 CHUNK_ELEMENTS = 1 << 23
 
 

@@ -1,4 +1,4 @@
-"""What `verify` finds: a certificate."""
+"""The certificate of `verify`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scale_surgery.modeling.expanded_routers import Router
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Numbers
 
-# reason for running no model beside a wrong base
+# reason for running no model if the given base is wrong
 OTHER_BASE = "the given base is another one"
 
 
@@ -25,24 +25,23 @@ class Verification:
     Attributes:
         path: The expanded folder.
         base_name: Name of its base model.
-        variant: Its variant; of several expansions "composed".
+        variant: Its variant; "composed" for several expansions.
         routing: Its router, or None.
-        state: "initial", or "trained" where expansion tensors changed since the expansion.
+        state: "initial", or "trained" if expansion tensors changed since the expansion.
         trained_tensors: Number of changed tensors.
         promises: Every promise.
         required: Promises that decide `passed`.
         problems: Problems that no promise covers: code, structure, tokenizer, recorded facts, loading, token ids.
-        warnings: What a user should know before running the folder's own code or asking the model; does not decide
+        warnings: Warnings to read before running the folder's own code or prompting the model; they do not affect
             `passed`.
-        numbers: Results of the probe prompts; None where no model was run.
-        passed: Whether all is as required.
-        fingerprint: sha256 over what the model computes with, tensors, router and code; what the result is about.
-        date: When, in UTC.
-        versions: Versions that were used.
+        numbers: Results of the probe prompts; None if no model was run.
+        passed: True if all required promises hold, without problems.
+        fingerprint: sha256 over tensors, router and code, which the result is about.
+        date: Date and time, in UTC.
+        versions: Versions of the software.
         machine: Processor architecture and system.
-        not_run: Why no model was run, or None.
-        recorded: Whether it stands in the folder's record, surgery.json: this result, or one of the
-            same bytes that says more.
+        not_run: Reason why no model was run, or None.
+        recorded: True if surgery.json has this result, or a more complete one of the same bytes.
         expansions: Names of the expansions, in the order of the paths.
     """
 
@@ -67,15 +66,18 @@ class Verification:
     expansions: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The certificate as plain JSON values; the folder's name stands for its path."""
+        """Return the certificate as plain JSON values; the path is reduced to the folder's name."""
         content = asdict(replace(self, path=Path(self.path.resolve().name)))
         del content["recorded"]
-        # JSON has no NaN: a drift that is none becomes the text "NaN"
+        # JSON has no NaN, so a drift of NaN becomes the text "NaN"
         return plain_json(content)
 
 
 def says_more(recorded: Mapping[str, Any] | None, verification: Verification) -> bool:
-    """Whether the recorded verification of the same bytes ran a model, and this one ran none and found no fault."""
+    """Return True if the recorded verification of the same bytes ran a model, while this one ran none.
+
+    Exception: False if this one found a fault.
+    """
     # a wrong --base says nothing about the folder
     is_whole = verification.passed or verification.not_run == OTHER_BASE
     if recorded is None or verification.not_run is None or not is_whole:
@@ -86,8 +88,8 @@ def says_more(recorded: Mapping[str, Any] | None, verification: Verification) ->
 def changed_since(
     verification: Mapping[str, Any], runs: Iterable[Mapping[str, Any]], routing: Mapping[str, Any] | None
 ) -> str | None:
-    """What changed since a verification, by the records alone; None where nothing did."""
-    # dates are in UTC and of one form, so their order is that of the texts; adopt drops the verification itself
+    """Describe the changes since a verification, by the records alone; None if there are none."""
+    # dates are in UTC and of one format, so they can be compared as texts; adopt drops the verification itself
     is_trained = any(str(run.get("begun", "")) >= str(verification.get("date")) for run in runs)
     before = verification.get("routing")
     is_other = (before is None) != (routing is None)
@@ -99,7 +101,7 @@ def changed_since(
 def decide(
     promises: Sequence[Promise], required: tuple[str, ...], problems: tuple[str, ...]
 ) -> tuple[tuple[str, ...], bool]:
-    """Names of the promises that decide, by default those that are claimed, and whether all is as required."""
+    """Return the names of the deciding promises, by default the claimed ones, and the overall result."""
     # a promise for which no model was run decides only if it is required by name
     defaults = (promise for promise in promises if promise.claimed and promise.holds is not None)
     decisive = required or tuple(promise.name for promise in defaults)

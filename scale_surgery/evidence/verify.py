@@ -1,23 +1,23 @@
-"""Prove what is claimed: which of the named promises hold for an expanded checkpoint, and on what evidence.
+"""Verify the claims of an expanded checkpoint: check which of the named promises hold, and collect the evidence.
 
-    recoverable         every base tensor and file has its bytes
-    output_at_init      W12 and the head's up part are zero, or copies are the base's, and logits equal the base
+    recoverable         every base tensor and file has its original bytes
+    output_at_init      W12 and the head's up part are zero, or copies equal the base's, and logits equal the base
                         model's bit for bit
-    near_output_at_init the same up to rounding: of a grown model whose copies do not count a half each, or in float16
-    old_vocabulary      of an expansion with new tokens: on every text without them, logits of the base's tokens equal
-                        the base model's bit for bit: before training; where nothing else was added, after it too
-    base_stream_always  the base stream and base logits equal the base model's bit for bit: where no W12 exists, or on
-                        the preserve path of a routed model, which has none
-    shut_gates          of an expansion with gates: up to the first token at which one opens, the logits of a text equal
-                        the base model's bit for bit, whatever was trained
-    paths_as_alone      of several expansions: the path of each gives the logits of the model that it is alone, bit for
-                        bit
-    bounded_forgetting  a model routed by posterior without switching loses at most ln(K + 1) nats on a text that it
-                        reads in one context, against any of its K + 1 paths, or -ln of a path's prior where these are
-                        not even: it is a Bayes mixture of them
+    near_output_at_init the same up to rounding: in float16, or for a grown model with more than two copies
+    old_vocabulary      for an expansion with new tokens: on every text without them, logits of the base's tokens equal
+                        the base model's bit for bit. It holds before training, and after it if nothing else was added
+    base_stream_always  the base stream and base logits equal the base model's bit for bit: without W12, or on the
+                        preserve path of a routed model, which has no W12
+    shut_gates          for an expansion with gates: up to the first token at which one opens, the logits of a text
+                        equal the base model's bit for bit, regardless of training
+    paths_as_alone      for several expansions: the path of each gives the logits of the model with that expansion
+                        alone, bit for bit
+    bounded_forgetting  a model routed by posterior without switching is a Bayes mixture of its K + 1 paths. On a text
+                        within one context it loses at most ln(K + 1) nats against any path, or -ln of the path's prior
+                        if priors are uneven
 
-A promise is *claimed* when the variant in its present state makes it; by default every claimed promise must
-hold. A trained model no longer claims `output_at_init`.
+A promise is *claimed* if the variant makes it in its present state. By default every claimed promise must hold. A
+trained model no longer claims `output_at_init`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def verify(
     record: bool = True,
     track: Track = no_track,
 ) -> Verification:
-    """Find out which promises hold for an expanded checkpoint.
+    """Check which promises hold for an expanded checkpoint.
 
     Without `base`, the base model is the one inside the checkpoint, and its bytes are compared with the hashes
     that were recorded when it was expanded.
@@ -76,7 +76,7 @@ def verify(
         probes: Prompts, and tokens to generate for each with and without KV cache. None: check bytes and structure,
             run no model.
         required: Promises that must hold; default: all that the variant claims in its present state.
-        run: How the models run: device, trust_remote_code, memory_bytes.
+        run: Options of the run: device, trust_remote_code, memory_bytes.
         revision: Branch, tag or commit of the base's Hub repository.
         record: Write the result into surgery.json.
         track: Makes progress bars.
@@ -110,7 +110,7 @@ def verify(
 
 
 def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Checkpoint | None:
-    """The given base, or None; an expanded folder, or the verified one itself, is refused."""
+    """Open the given base, or return None; refuse an expanded folder, or the verified folder itself."""
     if base is None:
         return None
     source = find_source(base, revision)
@@ -123,7 +123,7 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
 
 
 def _check_request(base: str | Path | None, required: tuple[str, ...], revision: str | None) -> None:
-    """Refuse unknown promises, and a revision of nothing."""
+    """Refuse unknown promises, and a revision without a base."""
     unknown = [name for name in required if name not in PROMISES]
     problems = [Problem("promise-unknown", "--promise", name=name, promises=list(PROMISES)) for name in unknown]
     if revision is not None and base is None:
@@ -133,7 +133,7 @@ def _check_request(base: str | Path | None, required: tuple[str, ...], revision:
 
 
 def _why_not(integrity: Integrity, run: RunOptions) -> str | None:
-    """Why no model is run; None where it is."""
+    """Return the reason why no model is run; None if it is run."""
     if not integrity.is_loadable:
         return "tensors are missing or damaged"
     if integrity.is_other_base:
@@ -149,7 +149,7 @@ def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
     if says_more(manifest.verification, result):
         return True
     try:
-        # what another command wrote meanwhile stays, and was not verified
+        # changes that another command wrote meanwhile stay, and were not verified
         if read_manifest(path) != manifest:
             return False
         write_json(path / MANIFEST_FILE, replace(manifest, verification=result.to_json()).to_json())
@@ -170,7 +170,7 @@ def _run_probes(
     """Run the base, the expanded model, and each path alone."""
     from scale_surgery.evidence.probes import probe
 
-    run = replace(run.placed(), dtype=None)  # promises are about weights as they are stored
+    run = replace(run.placed(), dtype=None)  # promises are about weights in their stored dtype
     with tempfile.TemporaryDirectory() as folder:
         renamed = link_base(checkpoint.path, Path(folder), manifest) if given is None else {}
         base = Path(folder) if given is None else given.path
@@ -213,7 +213,7 @@ def _judge(
 
 
 def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
-    """Warnings about code in the folder that no release of this program wrote."""
+    """Generate warnings about code in the folder that no release of this program wrote."""
     without = "no model of this base" if manifest.first_plan.architecture.own_code else "the code of this program"
     for file in integrity.unreleased_code:
         origin = _origin(file, manifest)
@@ -221,7 +221,7 @@ def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
 
 
 def _origin(file: str, manifest: Manifest) -> str:
-    """What a code file is that no release of this program wrote."""
+    """Describe a code file that no release of this program wrote."""
     if file in manifest.first_plan.code_files:
         return "differs from every release of this program"
     return "is code of the base model, not of this program"

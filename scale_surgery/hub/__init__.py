@@ -1,1 +1,1 @@
-"""From a folder to a repository on the Hugging Face Hub: checks, model card, upload."""
+"""Upload of a folder to a repository on the Hugging Face Hub: checks, model card, push."""

@@ -1,6 +1,6 @@
 """The model card of a folder: facts of surgery.json or merge.json, and of nothing else, put into one template.
 
-Metadata name the base only by a Hub id, and take its licence from the base's own card.
+The metadata name the base only by a Hub id, and take its licence from the base's own card.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Card:
-    """The text of README.md, None where that in the repository stays; whose it is; what the user should know."""
+    """The text of README.md, its origin, and notes for the user; the text is None if the repository's card stays."""
 
     text: str | None
     origin: CardOrigin = "written"
@@ -43,29 +43,29 @@ class Card:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the template is filled from; texts of records are as they are, and the template escapes them."""
+    """The values of the template; texts of records are raw, and the template escapes them."""
 
     repo: str
     form: str
-    base_id: str | None  # None where it is not on a Hub
+    base_id: str | None  # None if it is not on a Hub
     base_revision: str | None
     base_fingerprint: str
-    base_file: str | None  # what holds the base's own card
-    method: Method  # of several expansions that of the first
+    base_file: str | None  # file of the base's own card
+    method: Method  # the first expansion's
     variants: Sequence[str]
     description: str
-    expansions: Mapping[str, Plan]  # none of a stock export
-    rows: Sequence[tuple[str, str]]  # what was planned, in Markdown
+    expansions: Mapping[str, Plan]  # empty for a stock export
+    rows: Sequence[tuple[str, str]]  # facts of the plan, in Markdown
     router: str | None
     is_fused: bool
-    forced: Mapping[str, int]  # for each expansion put on another base by force how many tensors differ
+    forced: Mapping[str, int]  # number of differing tensors of each expansion forced onto another base
     drift: str | None
     tool: Mapping[str, str]
     runs: Sequence[Mapping[str, Any]]
     has_curves: bool
-    promises: Sequence[tuple[str, str, str]]  # name, result, evidence; none where nothing was verified
-    checked_with: Sequence[str]  # date, versions, machine; none where no model was run
-    has_own_code: bool  # whether the base has
+    promises: Sequence[tuple[str, str, str]]  # name, result, evidence; empty without verification
+    checked_with: Sequence[str]  # date, versions, machine; empty if no model was run
+    has_own_code: bool  # True if the base has its own code
     loads_in_memory: bool
     code_files: Sequence[str]  # of a checkpoint that loads without our code
     sources: Sequence[str]
@@ -80,7 +80,7 @@ def make_card(
     certificate: Mapping[str, Any] | None,
     license: str | None = None,
 ) -> Card:
-    """Write the card of a folder from its records; `certificate` is what verification found."""
+    """Write the card of a folder from its records; `certificate` is the result of its verification."""
     from huggingface_hub import ModelCard
 
     known = read_licence(base_text) or contents.licence
@@ -156,7 +156,7 @@ def card_facts(
 
 
 def current_certificate(recorded: Mapping[str, Any] | None, checked: Verification | None) -> Mapping[str, Any] | None:
-    """The certificate that is still about these tensors, router and code; None where nothing was checked."""
+    """Return the certificate of the present tensors, router and code; None if nothing was checked."""
     if checked is None:
         return None
     is_current = recorded is not None and recorded.get("fingerprint") == checked.fingerprint
@@ -168,7 +168,7 @@ def _card_data(facts: CardFacts, licence: Mapping[str, Any]) -> Any:
 
     tags = ["scale-surgery", "continual-learning", "model-expansion", *facts.variants]
     tags += ["composed"] * (len(facts.expansions) > 1) + ["routed"] * (facts.router is not None)
-    # an extract is added to the base; anything else holds it and has learned more
+    # an extract is added to the base; any other form contains it and has learned more
     relation = "adapter" if facts.form == "extract" else "finetune"
     base: dict[str, Any] = {"base_model": facts.base_id, "base_model_relation": relation} if facts.base_id else {}
     return ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=tags, **licence, **base)
@@ -192,7 +192,7 @@ def _drift(drift: Mapping[str, Any] | None) -> str | None:
 
 
 def _runs(training: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """What a card says of each training run."""
+    """Generate the facts of each training run on the card."""
     number = 0
     for expansion, runs in training.items():
         for run in runs:
@@ -216,7 +216,7 @@ def _runs(training: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[
 
 
 def _measured(measured: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
-    """Text, loss, accuracy and change against the base, for old and new text."""
+    """Return text, loss, accuracy and change against the base, for old and new text."""
     return [
         (
             f"{side} text",
@@ -230,7 +230,7 @@ def _measured(measured: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
 
 
 def _promises(certificate: Mapping[str, Any] | None, forced_name: object) -> list[tuple[str, str, str]]:
-    """What was found of each promise; a base that is a folder, on which blocks were made, is not named."""
+    """Return the result of each promise; the name of a local base, for which blocks were made, is left out."""
     if certificate is None:
         return []
     named, unnamed = rf"\b(those|that) of {re.escape(str(forced_name))}", r"\1 of the base that it was made on"
@@ -253,7 +253,7 @@ def _verdict(promise: Mapping[str, Any], *, is_required: bool) -> str:
 
 
 def _checked_with(certificate: Mapping[str, Any] | None) -> list[str]:
-    """Date, versions and machine; without a model run nothing, so that a second push of a folder has the same card."""
+    """Return date, versions and machine; empty if no model was run, so that a second push writes the same card."""
     if certificate is None or certificate.get("not_run") == "files only":
         return []
     versions = [f"{name} {version}" for name, version in certificate["versions"].items()]

@@ -1,4 +1,4 @@
-"""What is checked of a folder before a push: the bytes that its own record names, and the structure."""
+"""The check of a folder before a push: the bytes listed in its own record, and the structure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scale_surgery.surgery.extract_folder import check_own_files, open_extract
 
 
 def check_contents(contents: Contents, track: Track) -> Verification | None:
-    """Check what files alone can show; gives what was found of an expanded folder, and None for other forms."""
+    """Check a folder by its files alone; return the verification of an expanded folder, and None for other forms."""
     if contents.form == "extract":
         check_own_files(open_extract(contents.path), track)
         return None

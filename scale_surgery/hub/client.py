@@ -1,4 +1,4 @@
-"""What is asked of the Hub before a push, and the one error that every refusal of its client becomes."""
+"""Requests to the Hub before a push, and the conversion of its client's errors into HubError."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from scale_surgery.hub.push import Push
 
-# the cause, by the status of the Hub's answer
+# the cause by HTTP status
 CAUSES = {401: "hub-unauthorised", 403: "hub-forbidden", 404: "hub-not-found", 429: "hub-too-many-requests"}
-# for the first answer of a Hub; what follows has the client's own limits
+# timeout of the first request; later ones use the client's own limits
 WAIT_SECONDS = 60
 
 
@@ -23,7 +23,7 @@ WAIT_SECONDS = 60
 def hub_errors(code: str, where: str) -> Iterator[None]:
     """Turn any error of the client into a problem of this code, with its cause as a detail.
 
-    The client's HTTP library, and so its errors, differ by release.
+    The client's HTTP library differs by release, and so do its errors.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def hub_errors(code: str, where: str) -> Iterator[None]:
 
 
 def check_repo_id(repo: str) -> None:
-    """Refuse what is no Hub id."""
+    """Refuse an invalid Hub id."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -59,7 +59,7 @@ def check_repo_id(repo: str) -> None:
 
 
 def look_at(api: HfApi, repo: str, how: Push) -> ModelInfo | None:
-    """What lies where a push goes, None where no repository is; refused is one that this token may not write to."""
+    """Return the facts of the repository, or None if it does not exist; refuse it if the token may not write to it."""
     if api.token is None:
         raise HubError(Problem("hub-token-missing", repo))
     with hub_errors("push-refused", repo):
@@ -80,13 +80,13 @@ def _find(api: HfApi, repo: str, revision: str | None) -> ModelInfo | None:
     try:
         return api.model_info(repo, revision=revision, timeout=WAIT_SECONDS)
     except RevisionNotFoundError:
-        return api.model_info(repo, timeout=WAIT_SECONDS)  # a new branch begins with the files of the main one
+        return api.model_info(repo, timeout=WAIT_SECONDS)  # a new branch starts with the files of the main branch
     except RepositoryNotFoundError:
         return None
 
 
 def _check_owner(api: HfApi, repo: str, how: Push) -> None:
-    """Refuse what keeps a token from making a repository, as far as the Hub tells before it is asked for one."""
+    """Refuse a token that cannot create the repository, as far as the Hub shows this in advance."""
     account, owner = api.whoami(), repo.split("/")[0]
     user = account["name"]
     if how.create_pr:

@@ -1,4 +1,4 @@
-"""Escapes for a model card: what a record says is text in it, and never a heading, a link, a row or HTML."""
+"""Escapes for a model card: values of a record are text, and never become a heading, a link, a row or HTML."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 
 from scale_surgery.show.visible import visible_line
 
-# with a backslash before them these are themselves; a colon and a dot, or an address would become a link by itself
+# characters that need a backslash; a colon and a dot too, since Markdown turns bare addresses into links
 SPECIAL = re.compile(r"[\\`*_\[\]<>&|~$@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
 def plain(text: object) -> str:
-    """Anything as Markdown that reads as its text, in one line, with control characters shown by signs."""
+    """Return a value as one line of Markdown that renders as its text, with visible signs for control characters."""
     return SPECIAL.sub(lambda special: f"\\{special[0]}", visible_line(str(text)))
 
 
 def code(text: object) -> str:
-    """Anything as code in a line; as plain text where it has what ends code, or a cell of a table."""
+    """Return a value as inline code, or as plain text if it contains a backtick or a vertical bar."""
     shown = visible_line(str(text)).strip()
     return plain(shown) if not shown or "`" in shown or "|" in shown else f"`{shown}`"

@@ -1,4 +1,4 @@
-"""Push a folder to the Hub: checked first, with a model card, nothing that the Hub has already, whole in one go.
+"""Push a folder to the Hub: checked first, with a model card, only new files, in a single commit.
 
 folder --verify--> contents --links--> repository --card, token, access checked--> Hub --every file compared--> done
 """
@@ -48,7 +48,7 @@ MESSAGES: dict[Form, str] = {
 
 @dataclass(frozen=True)
 class Push:
-    """How to push.
+    """Settings of a push.
 
     Attributes:
         private: Make a new repository private, the default, or public. One that exists stays what it is, and is refused
@@ -76,23 +76,23 @@ class Push:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What `push` did, or would do.
+    """The result of `push`, or its forecast in a dry run.
 
     Attributes:
         repo: Hub id.
         form: "expanded", "extract" or "stock".
-        files: What the repository gets.
-        left_out: Files of the folder that stay behind.
-        removed: Model files in the repository that the folder does not have; they leave it.
-        card: Text of the model card, or None where that in the repository stays.
-        card_origin: "written" from facts, the user's "own", or the one in the repository, "kept".
-        is_private: Whether the repository is private.
-        is_checked: Whether bytes and structure were checked.
-        notes: What the user should know.
-        commit: The commit, which is the last one where the Hub had all; None where nothing was sent.
-        url: Address of the commit, or of the pull request; None likewise.
-        obstacle: With `dry_run`, what keeps the Hub from taking it; None where nothing does.
-        is_unchanged: Whether the Hub had all of it already, so that no commit was made.
+        files: Files of the repository after the push.
+        left_out: Files of the folder that are not pushed.
+        removed: Model files in the repository that the folder does not have; they are removed.
+        card: Text of the model card, or None if the repository's card stays.
+        card_origin: "written" from facts, the user's "own", or the repository's, "kept".
+        is_private: True if the repository is private.
+        is_checked: True if bytes and structure were checked.
+        notes: Notes for the user.
+        commit: The commit, or the latest one if the Hub already had everything; None if nothing was sent.
+        url: Address of the commit, or of the pull request; None if nothing was sent.
+        obstacle: With `dry_run`, the reason why the Hub would refuse the push; None if there is none.
+        is_unchanged: True if the Hub already had everything, so that no commit was made.
     """
 
     repo: str
@@ -112,7 +112,7 @@ class Pushed:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(file.bytes for file in self.files)
 
 
@@ -128,32 +128,32 @@ def push(
     """Push an expanded folder, a stock export or an extract to the Hub; the folder is only read.
 
     Args:
-        folder: What `expand`, `train`, `route_export`, `merge`, `extract` or `compose` made.
+        folder: Folder made by `expand`, `train`, `route_export`, `merge`, `extract` or `compose`.
         repo: Hub id, user/name or organisation/name.
-        how: How to push; by default to the main branch, with a card from facts, after a check.
-        dry_run: Send nothing that changes anything.
+        how: Settings of the push; by default to the main branch, with a card from facts, after a check.
+        dry_run: Change nothing on the Hub.
         token: Token of the Hub; by default the one that huggingface_hub finds.
         track: Makes progress bars.
 
     Returns:
-        What was sent.
+        The pushed files, with the commit.
 
     Raises:
         CheckpointError: If the folder is none of these, or does not pass its check.
-        HubError: If the id is none, there is no token or no write access, the card is refused, the repository holds
-            another model's files, or the Hub cannot be reached. What has arrived by then need not be sent again.
+        HubError: If the id is invalid, there is no token or no write access, the card is refused, the repository holds
+            another model's files, or the Hub cannot be reached. Files that arrived before need not be sent again.
     """
     from huggingface_hub import HfApi, get_token
 
     how, path = how or Push(), Path(folder)
     check_repo_id(repo)
     contents, info, obstacles = read_contents(path), None, list[str]()
-    # the token is named here, since the client may be told not to send the one that it finds
+    # the token is passed explicitly, since the client may be configured not to send the token that it finds
     api = HfApi(token=token or get_token(), library_name="scale-surgery", library_version=version("scale-surgery"))
 
     @contextmanager
     def asking() -> Iterator[None]:
-        """What the Hub refuses ends a push, and is told by a dry run."""
+        """Collect the Hub's refusals in a dry run; otherwise raise them."""
         try:
             yield
         except HubError as error:
@@ -185,7 +185,7 @@ def _choose_card(
     api: HfApi,
     info: ModelInfo | None,
 ) -> Card:
-    """Choose a card; one that somebody wrote is never replaced unasked."""
+    """Choose a card; a card written by a person is never replaced unless requested."""
     base_text = None if contents.base_card is None else read_card(contents.path / contents.base_card)
     if how.card is not None:
         return Card(_read_own(how.card), "own")
@@ -220,7 +220,7 @@ def _read_own(file: Path) -> str:
 
 
 def _names(info: ModelInfo | None) -> list[str]:
-    """Names of the files of a repository."""
+    """Return the names of the files of a repository."""
     return [] if info is None else sorted(sibling.rfilename for sibling in info.siblings or ())
 
 
@@ -248,7 +248,7 @@ def _assemble(contents: Contents, target: Path, repo: str, how: Push, info: Mode
 
 
 def _refuse_mixture(api: HfApi, plan: Pushed, how: Push, info: ModelInfo | None, contents: Contents) -> None:
-    """Refuse a repository that holds another model, or files of one, and so would not become this one."""
+    """Refuse a repository with another model, or with further model files: the result would be a mixture."""
     if how.replace:
         return
     there = _names(info)
@@ -262,7 +262,7 @@ def _refuse_mixture(api: HfApi, plan: Pushed, how: Push, info: ModelInfo | None,
 
 
 def _check_card(card: Card) -> None:
-    """Refuse metadata that cannot be read, or that the Hub does not accept."""
+    """Refuse metadata that cannot be parsed, or that the Hub does not accept."""
     from huggingface_hub import ModelCard
 
     if card.text is None:
@@ -270,14 +270,14 @@ def _check_card(card: Card) -> None:
     try:
         parsed = ModelCard(card.text)
     except Exception as error:
-        # the parser's own classes of errors differ by release
+        # the parser's error classes differ by release
         raise HubError(Problem("card-metadata-unreadable", CARD_FILE, error=" ".join(str(error).split()))) from error
     with hub_errors("card-metadata-refused", CARD_FILE):
         parsed.validate()
 
 
 def _send(api: HfApi, target: Path, plan: Pushed, how: Push, info: ModelInfo | None) -> Pushed:
-    """Send a folder; the client sends nothing that the Hub has, and the commit comes last."""
+    """Send a folder; the client skips files that the Hub has, and commits last."""
     repo = plan.repo
     with hub_errors("push-broken-off", repo):
         if info is None:

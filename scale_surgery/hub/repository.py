@@ -1,10 +1,10 @@
-"""The repository that a folder becomes, made as a folder of links: which files, and under which names.
+"""The repository of a folder, made as a folder of links: its files and their names.
 
 DIR/*                       --linked-->    the same, byte for byte
 DIR/README.md of the base   --linked-->    README.base.md, since README.md is the model card
-surgery.json, merge.json    --edited-->    the base's README.md lies in README.base.md, so that strip finds it
-states of trainers, weights in other formats, what no index names,
-hidden files, links to something outside                               left out
+surgery.json, merge.json    --edited-->    the base's README.md is README.base.md, so that strip finds it
+states of trainers, weights in other formats, files missing from the index,
+hidden files, links to outside files                                   left out
 
 A download of the repository verifies and strips like the folder. The folder itself is only read.
 """
@@ -58,7 +58,7 @@ class RepositoryFile:
         name: Its name there.
         bytes: Its size.
         origin: "base" for a file of the base model, byte for byte, which the Hub need not store twice; "model" for
-            another file of the folder; "written" for one that was written or edited for the repository.
+            another file of the folder; "written" for a file that was written or edited for the repository.
     """
 
     name: str
@@ -68,20 +68,20 @@ class RepositoryFile:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder holds that belongs into a repository; no weight has been read."""
+    """The content of a folder that belongs in a repository; no weight has been read."""
 
     path: Path
     form: Form
     files: tuple[str, ...]
     left_out: tuple[str, ...]
-    manifest: Manifest | None  # surgery.json; a stock export has none
-    record: Mapping[str, Any]  # as parsed, surgery.json or merge.json
-    base_card: str | None  # the file that holds the base's README.md
-    has_own_card: bool  # whether README.md was written by the user
+    manifest: Manifest | None  # surgery.json; None for a stock export
+    record: Mapping[str, Any]  # parsed surgery.json or merge.json
+    base_card: str | None  # file of the base's README.md
+    has_own_card: bool  # True if the user wrote README.md
 
     @property
     def base_files(self) -> set[str]:
-        """Names of the files of the base that lie in the folder, byte for byte."""
+        """Names of the base's files in the folder, byte for byte."""
         if self.manifest is None or self.form == "extract":
             return set()
         stored = {entry.stored_as for entry in self.manifest.base_files.values()}
@@ -89,12 +89,12 @@ class Contents:
 
     @property
     def record_file(self) -> str:
-        """Name of the file that `record` is."""
+        """Name of the file of `record`."""
         return RECORD_OF.get(self.form, MANIFEST_FILE)
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Names of the files that are Python, or that name some: what `trust_remote_code` runs."""
+        """Names of files that `trust_remote_code` runs: Python files, and configs that name Python files."""
         return tuple(name for name in self.files if names_code(self.path, name))
 
     @property
@@ -105,13 +105,13 @@ class Contents:
 
     @property
     def free_name(self) -> str:
-        """A name for the base's README.md that no other file has."""
+        """An unused name for the base's README.md."""
         names = ("README.base.md", *(f"README.base-{number}.md" for number in range(2, len(self.files) + 3)))
         return next(name for name in names if name not in self.files)
 
 
 def read_contents(path: Path) -> Contents:
-    """Find out what a folder is, and which of its files belong into a repository."""
+    """Read the form of a folder, and select its files for a repository."""
     names = list_files(path)
     form = _find_form(path)
     checkpoint = None if form == "extract" else open_checkpoint(path)
@@ -132,7 +132,7 @@ def read_contents(path: Path) -> Contents:
 
 
 def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
-    """Check the kinds of values that a push relies on; surgery.json was checked when read."""
+    """Check the types of the values that a push uses; surgery.json was checked when it was read."""
     if form == "stock":
         with reading(path / STOCK_FILE):
             read_record(record, StockRecord)
@@ -141,7 +141,7 @@ def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
 
 
 def read_card(file: Path) -> str:
-    """The text of a model card, whatever it is encoded in."""
+    """Read the text of a model card in any encoding."""
     try:
         return read_bytes(file).decode("utf-8", errors="replace")
     except OSError as error:
@@ -149,7 +149,7 @@ def read_card(file: Path) -> str:
 
 
 def assemble(contents: Contents, folder: Path, card: Card) -> tuple[RepositoryFile, ...]:
-    """Fill an empty folder with links to the files of a repository, and with what is written for it."""
+    """Fill an empty folder with links to the files of a repository, and with the files written for it."""
     names = {name: name for name in contents.files if name != CARD_FILE}
     if contents.base_card == CARD_FILE:
         names[CARD_FILE] = contents.free_name
@@ -169,17 +169,17 @@ def assemble(contents: Contents, folder: Path, card: Card) -> tuple[RepositoryFi
 
 
 def is_part_of_a_model(name: str) -> bool:
-    """Whether a file decides what a repository loads as, so that one from elsewhere would make another model of it."""
+    """Return True if a file affects the model that a repository loads as; a foreign file would change that model."""
     return name in RECORDS or name.endswith((".safetensors", ".safetensors.index.json", ".py", *OTHER_WEIGHT_SUFFIXES))
 
 
 def names_code(path: Path, name: str) -> bool:
-    """Whether a file of a folder is Python, or a config whose `auto_map` names some."""
+    """Return True if a file of a folder is Python, or a config with an `auto_map`."""
     return name.endswith(".py") or (name.endswith("config.json") and bool(read_json(path / name).get("auto_map")))
 
 
 def is_same_base(record: Mapping[str, Any], there: str) -> bool:
-    """Whether the record of a repository, surgery.json or merge.json, names the base shards that another one names."""
+    """Return True if a repository's record, surgery.json or merge.json, has the same base shards as `record`."""
     try:
         shards, shards_there = (
             {entry["sha256"] for name, entry in each["base_files"].items() if name.endswith(".safetensors")}
@@ -200,7 +200,7 @@ def _find_form(path: Path) -> Form:
 
 
 def _recorded(path: Path, form: Form, record: Mapping[str, Any]) -> set[str]:
-    """Names of files that the folder's own record knows by their hashes, hidden as they may be."""
+    """Return the names of files whose hashes are in the folder's own record, including hidden files."""
     files = read_json(path / EXTRACT_FILE)["files"] if form == "extract" else record.get("base_files", {})
     names = {str(entry.get("stored_as") or name) for name, entry in files.items()} | {*RECORDS}
     return {name for name in names if not is_left_link(path, name)}
@@ -215,11 +215,11 @@ def _find_base_card(path: Path, files: tuple[str, ...], record: Mapping[str, Any
 
 
 def _edited(contents: Contents, card: Card) -> dict[str, dict[str, Any]]:
-    """JSON files that have to say another thing in the repository than in the folder."""
+    """Return the JSON files whose content differs between repository and folder."""
     if contents.base_card == CARD_FILE:
         return {contents.record_file: _with_moved_card(contents.record, contents.free_name)}
     if contents.form == "extract" and CARD_FILE in contents.files and card.text != read_card(contents.path / CARD_FILE):
-        # a card that an earlier push wrote makes room for a new one
+        # a new card replaces the card of an earlier push
         content = read_json(contents.path / EXTRACT_FILE)
         files = {name: entry for name, entry in content["files"].items() if name != CARD_FILE}
         return {EXTRACT_FILE: {**content, "files": files}} if files != content["files"] else {}
@@ -227,7 +227,7 @@ def _edited(contents: Contents, card: Card) -> dict[str, dict[str, Any]]:
 
 
 def _with_moved_card(record: Mapping[str, Any], stored_as: str) -> dict[str, Any]:
-    """A record that says where the base's README.md lies now; also in what a fused model remembers of its blocks."""
+    """Return a record with the new name of the base's README.md, also in a fused model's copy of its record."""
     files = record["base_files"]
     changed = {**record, "base_files": {**files, CARD_FILE: {**files[CARD_FILE], "stored_as": stored_as}}}
     if CARD_FILE in (written := record.get("files", {})):
@@ -240,13 +240,13 @@ def _with_moved_card(record: Mapping[str, Any], stored_as: str) -> dict[str, Any
 
 
 def is_written_card(text: str) -> bool:
-    """Whether a card is one that this program wrote and nobody has edited."""
+    """Return True if this program wrote the card and nobody has edited it."""
     mark = MARK.search(text)
     return mark is not None and mark[1] == _digest(text[: mark.start()])
 
 
 def marked(text: str) -> str:
-    """A card with its hash in the last line, by which one that nobody has edited is known."""
+    """Return a card with its hash in the last line, which shows later whether it was edited."""
     return f"{text}\n<!-- written by scale-surgery push, sha256 {_digest(text)} -->\n"
 
 

@@ -1,1 +1,1 @@
-"""Looking at a router and setting its numbers: calibrate, report by token."""
+"""Routers: calibration of their numbers, and reports by token."""

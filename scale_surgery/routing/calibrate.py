@@ -1,4 +1,4 @@
-"""Try the numbers of a router on old and on new text, and set the best: forgetting against learning.
+"""Try the numbers of a router on old and new text, and propose the best trade of forgetting for learning.
 
 old and new text --one pass--> path_scores --every setting--> sweep --the rule--> proposed --> config.json
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from scale_surgery.text.documents import Document
     from scale_surgery.text.sequences import Sequences
 
-# problem where there is none, by side
+# problem of a missing side, by side
 SIDES = {"old": "old-text-missing", "new": "new-text-missing"}
 
 
@@ -54,26 +54,26 @@ class Calibration:
     Attributes:
         path: The model.
         name: Name of the model.
-        paths: Names of the paths that the router weighs, the base's first.
+        paths: Names of the router's paths, the base's first.
         base: Scores of its base model.
-        adapt: Scores of its adapt path alone; of a composed model those of the best path of each window.
-        present: Scores with the setting that it had.
+        adapt: Scores of its adapt path alone; for a composed model, of the best path of each window.
+        present: Scores with the present setting.
         proposed: Scores with the proposed setting: see `route_calibrate`.
-        best: Scores with the best allowed setting, even where the present one stays.
+        best: Scores with the best allowed setting, even if the present one stays.
         loosest: Scores with the best of all settings, without limits on texts and short prompts.
         limits: Limits of the best setting, and its needed gain.
         needed_gain: Nats per token that the best must learn more than the present one, to replace it.
-        is_within: Whether the proposed setting forgets at most `most_forgetting`.
-        outcomes: Every setting in the order of its numbers, those named above among them.
+        is_within: True if the proposed setting forgets at most `most_forgetting`.
+        outcomes: Every setting in the order of its numbers, including those named above.
         most_forgetting: Nats per token of old text that may be lost against the base.
         old: Files of old text.
         new: Files of new text.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
-        dtype: Dtype that weights were cast to; None where they stayed as stored.
+        dtype: Dtype that weights were cast to; None for the stored dtype.
         plot: File of the figure, or None.
-        written: Whether the proposed setting was written into the model; not where it was there already.
-        reading: The options that read the texts so once more.
+        written: True if the proposed setting was written into the model; False if the model already had it.
+        reading: The options that reproduce this reading of the texts.
     """
 
     path: Path
@@ -101,28 +101,28 @@ class Calibration:
 
     @property
     def has_several(self) -> bool:
-        """Whether the model has several expansions."""
+        """True if the model has several expansions."""
         return len(self.paths) > 2
 
     @property
     def ask(self) -> str | None:
-        """The options that allow the loosest setting; None where no setting that learns more is left out."""
+        """The options that allow the loosest setting; None if it learns no more than the best, or is allowed."""
         if self.limits.allows(self.loosest) or self.loosest.learning <= self.best.learning:
             return None
         return ask_for(self.loosest, self.limits, self.needed_gain)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options that the same sweep needs once more."""
+        """The options that reproduce this sweep."""
         return (*given_options(self.limits, self.present), *self.reading)
 
     def to_json(self) -> dict[str, Any]:
-        """The result as plain JSON values."""
+        """Return the result as plain JSON values."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         outcomes = {"outcomes": [outcome.to_json() for outcome in self.outcomes]}
         single = {name: outcome.to_json() for name, outcome in content.items() if isinstance(outcome, Outcome)}
         content |= {"limits": asdict(self.limits), "ask": self.ask}
-        # JSON has no infinity: it becomes a text
+        # JSON has no infinity, so it becomes a text
         return plain_json(content | single | outcomes)
 
 
@@ -139,29 +139,29 @@ def route_calibrate(
 ) -> Calibration:
     """Sweep the threshold of a cosine router, or prior and switch rate of a posterior one, and propose the best.
 
-    The best setting is the one that learns most among those that forget at most `most_forgetting`; where there is
-    none, the one that forgets least. Settings with which a text or a short prompt may lose more than now are left out
-    unless they are allowed, and the present one is only replaced for a gain that matters: see `CalibrationSettings`. Of
-    equal ones the present wins, then the default. Nothing is written unless all went well.
+    The best setting learns most among those that forget at most `most_forgetting`. If there is none, it is the setting
+    that forgets least. Settings with which a text or a short prompt may lose more than now are excluded unless they
+    are allowed. The present setting is replaced only for a sufficient gain: see `CalibrationSettings`. Of equal
+    settings, the present one wins, then the default. Nothing is written if any step fails.
 
     Args:
         routed: Folder of a routed checkpoint, or a composed folder.
         old: Old text, which the base knows: a file or saved dataset, or several; see `documents.read_documents`.
-        new: New text, which was to be learned, likewise.
-        settings: Limits, and what is written.
-        sequence_length: Most tokens that are read at once; by default the context, at most 1024.
+        new: New text, which the expansion was to learn: a file or saved dataset, or several.
+        settings: Limits, and outputs to write.
+        sequence_length: Most tokens of a window; by default the context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
-        run: How the model runs: device, dtype, trust_remote_code, batch_size.
+        run: Options of the run: device, dtype, trust_remote_code, batch_size.
         track: Makes progress bars.
 
     Returns:
         Forgetting, learning and routed shares of every setting, and the best one.
 
     Raises:
-        PlanError: If a number is out of range, no setting keeps what is asked for, or a setting is to be written and
+        PlanError: If a number is out of range, no setting keeps the requested limits, or a setting is to be written and
             none forgets so little.
         DataError: If there is no old or no new text, a file cannot be read or holds nothing to score, the lengths do
-            not fit, or the model has no tokenizer that loads.
+            not fit, or no tokenizer of the model loads.
         CheckpointError: If this is no routed model, it cannot be loaded, a loss is not finite, or the plot or the
             model cannot be written.
     """
@@ -219,7 +219,7 @@ def _forgets_too_much(folder: Path, choice: RouterChoice, limits: Limits) -> Pro
 
 
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:
-    """Check before any work that the outputs can be written."""
+    """Check that the outputs can be written, before any work."""
     problems = output_file_problems([plot], [folder, *texts])
     if write:
         read_manifest(folder)
@@ -236,7 +236,7 @@ def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
 
 
 def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> SweepTexts:
-    """Windows of both sides, and the beginnings of old texts."""
+    """Return the windows of both sides, and the beginnings of old texts."""
     from scale_surgery.routing.short_prompts import beginnings
     from scale_surgery.text.tokenizing import number_windows, stride
 
@@ -251,7 +251,7 @@ def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]],
 
 
 def _numbers(outcome: Outcome) -> tuple[Any, ...]:
-    """What outcomes are sorted by."""
+    """Return the sort key of an outcome."""
     routing = outcome.routing
     assert routing is not None
     if isinstance(routing, PosteriorRouter):
@@ -268,7 +268,7 @@ def _write(result: Calibration) -> None:
     try:
         with ExitStack() as stack:
             if result.plot is not None:
-                # the file gets its name once the setting is written
+                # the file is renamed after the setting is written
                 save_figure(calibration_figure(result), stack.enter_context(finished_file(result.plot)))
             if result.written:
                 assert result.proposed.routing is not None

@@ -1,4 +1,4 @@
-"""Choose the best setting of a router: most learning, within limits of forgetting, for a gain that matters.
+"""Choose the best setting of a router: most learning, within limits of forgetting, for a sufficient gain.
 
 every setting --bound, short prompts--> allowed --forgetting--> learns most --gain--> proposed, or the present one
 """
@@ -18,14 +18,14 @@ from scale_surgery.routing.outcome import Outcome
 
 # nats per token of old text that may be forgotten, also on short prompts
 NEGLIGIBLE = 0.02
-# logarithms of the same number may differ by this
+# tolerance for logarithms of equal numbers
 ROUNDING = 1e-9
 Nats = Annotated[float, Range(least=0, noun="nats per token")]
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """Which setting of a router is the best, and what becomes of it.
+    """Criteria for the best setting of a router, and its outputs.
 
     Attributes:
         most_forgetting: Nats per token of old text that may be lost against the base.
@@ -57,11 +57,11 @@ class Limits:
     """Limits of the best setting in nats, and its needed gain.
 
     Attributes:
-        forgetting: Most per token of old text.
-        bound: Most that any text may lose; None where the router bounds nothing.
-        bound_per_token: Most that each further token may add.
-        short: Most per token of short prompts; None for what is lost now, and no more than is negligible.
-        gain: Share of what can be learned that a change must gain; 0 for any gain.
+        forgetting: Most loss per token of old text.
+        bound: Most loss of any text; None if the router has no bound.
+        bound_per_token: Most increase of the bound per further token.
+        short: Most loss per token of short prompts; None for the present loss plus a negligible one.
+        gain: Share of the possible learning that a change must gain; 0 for any gain.
     """
 
     forgetting: float
@@ -71,20 +71,20 @@ class Limits:
     gain: float
 
     def keeps_bound(self, outcome: Outcome) -> bool:
-        """Whether a text may lose no more with a setting than is allowed."""
+        """Return True if the bound of a setting is within the limits."""
         pairs = ((outcome.bound, self.bound), (outcome.bound_per_token, self.bound_per_token))
         return all(value is None or most is None or value <= most + ROUNDING for value, most in pairs)
 
     def keeps_short(self, outcome: Outcome) -> bool:
-        """Whether short prompts lose no more with a setting than is allowed."""
+        """Return True if the loss on short prompts is within the limit."""
         if self.short is not None:
             return outcome.short.forgetting <= self.short
         change = outcome.short.change
-        # loss plus error has to be negligible, so that few texts do not pass by chance; one text may lose nothing
+        # loss plus error has to be negligible, so that few texts do not pass by chance; a single text must not lose
         return change.value + change.noise <= NEGLIGIBLE if math.isfinite(change.noise) else change.value <= 0.0
 
     def allows(self, outcome: Outcome) -> bool:
-        """Whether a setting keeps both."""
+        """Return True if a setting keeps both limits."""
         return self.keeps_bound(outcome) and self.keeps_short(outcome)
 
 
@@ -93,9 +93,9 @@ class RouterChoice:
     """The chosen settings.
 
     Attributes:
-        proposed: The setting to be: the best, or the present one where that gains too little.
-        best: Of the settings that are allowed, the one that learns most among those that forget little enough; where
-            there is none, the one that forgets least.
+        proposed: The proposed setting: the best, or the present one if the best gains too little.
+        best: Of the allowed settings, the one that learns most among those that forget little enough; if there is none,
+            the one that forgets least.
         loosest: The best of all settings, without limits on texts and short prompts.
         needed: Nats per token that the best must learn more than the present setting, to replace it.
     """
@@ -125,7 +125,7 @@ def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
 
 
 def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> RouterChoice:
-    """Choose the best allowed setting, and keep the present one where the gain is too small."""
+    """Choose the best allowed setting, and keep the present one if the gain is too small."""
     present, allowed = outcomes[0], [outcome for outcome in outcomes if limits.allows(outcome)]
     if not allowed:
         raise PlanError(*_unmet_limits(outcomes, limits))
@@ -137,7 +137,7 @@ def choose(outcomes: Sequence[Outcome], limits: Limits, adapt: Outcome) -> Route
 
 
 def propose(outcomes: Sequence[Outcome], most_forgetting: float) -> Outcome:
-    """The outcome that learns most within the limit of forgetting, or else forgets least."""
+    """Return the outcome that learns most within the limit of forgetting, or else the one that forgets least."""
     within = [outcome for outcome in outcomes if outcome.forgetting <= most_forgetting]
     if within:
         return max(within, key=lambda outcome: (outcome.learning, -outcome.forgetting))
@@ -172,7 +172,7 @@ def _unmet_bounds(outcomes: Sequence[Outcome], limits: Limits) -> list[Problem]:
 
 
 def ask_for(outcome: Outcome, limits: Limits, needed: float) -> str:
-    """The options that would allow a setting."""
+    """Return the options that would allow a setting."""
     words = [
         _option("--bound ", outcome.bound, limits.bound),
         _option("--set bound_per_token=", outcome.bound_per_token, limits.bound_per_token),
@@ -184,7 +184,7 @@ def ask_for(outcome: Outcome, limits: Limits, needed: float) -> str:
 
 
 def given_options(limits: Limits, present: Outcome) -> tuple[str, ...]:
-    """The options that set these limits, as they are typed; limits that hold without any are left out."""
+    """Return the options that set these limits; limits equal to a default are omitted."""
     usual = CalibrationSettings()
     pairs = {
         "--most-forgetting {}": (limits.forgetting, usual.most_forgetting),
@@ -193,7 +193,7 @@ def given_options(limits: Limits, present: Outcome) -> tuple[str, ...]:
         "--set most_short_forgetting={}": (limits.short, None),
         "--set least_gain={}": (limits.gain, usual.least_gain),
     }
-    # a looser bound lifts the limit of short prompts, which cannot be typed
+    # a looser bound lifts the limit of short prompts to infinity, which cannot be typed
     given = [(form, limit) for form, (limit, default) in pairs.items() if limit not in (None, default, math.inf)]
     return tuple(word for form, limit in given for word in form.format(limit).split())
 
@@ -203,7 +203,7 @@ def _option(name: str, value: Any, most: Any) -> str:
 
 
 def _round_up(number: float) -> float:
-    """Round up to three figures, so that the number stays within a limit that is written so."""
+    """Round up to three digits, so that the number stays within a limit of the same three digits."""
     digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
     scale: float = 10.0**digits
     return math.ceil(number * scale) / scale

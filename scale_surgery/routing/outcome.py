@@ -24,7 +24,7 @@ class MeanWithError:
 
     Attributes:
         value: The mean, nats per token.
-        error: Its standard error over texts; infinity where there is one text alone, which tells nothing of others.
+        error: Its standard error over texts; infinity for a single text, which shows no variation.
     """
 
     value: float
@@ -37,7 +37,7 @@ class MeanWithError:
 
 
 def mean_with_error(nats: Tensor, tokens: Tensor) -> MeanWithError:
-    """Mean per token over texts, and its standard error as that of a ratio of two sums."""
+    """Return the mean per token over texts, with the standard error of a ratio of two sums."""
     # m = sum_i d_i / sum_i n_i,   error = sqrt(N / (N - 1) sum_i (d_i - m n_i)^2) / sum_i n_i
     # two settings read the same texts, so the error of their difference is that of a paired comparison
     total, texts = float(tokens.sum()), int((tokens > 0).sum())
@@ -51,9 +51,9 @@ class ShortPrompt:
     """Continuations of old texts after a few tokens.
 
     Attributes:
-        tokens: Tokens that were read, a start token among them.
-        texts: Old texts that are longer.
-        weight: Mean weight of the adapt path in what is said next.
+        tokens: Length of the prompt in tokens, including a start token.
+        texts: Number of old texts that are longer.
+        weight: Mean weight of the adapt path in the next prediction.
         forgetting: Loss on the next token minus that of the base, nats.
     """
 
@@ -68,9 +68,9 @@ class ShortPrompts:
     """Scores on short prompts, the beginnings of old texts.
 
     Attributes:
-        lengths: By the number of tokens that were read, ascending.
-        forgetting: Mean of what is lost against the base over all of them, nats per token.
-        change: The same against the present setting.
+        lengths: Scores by the length of the prompt, ascending.
+        forgetting: Mean loss against the base over all of them, nats per token.
+        change: The same mean against the present setting.
     """
 
     lengths: tuple[ShortPrompt, ...]
@@ -80,7 +80,7 @@ class ShortPrompts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model scores with one setting of its router.
+    """The scores of a model with one setting of its router.
 
     Attributes:
         routing: The setting; None for the base model and for the adapt path alone.
@@ -88,10 +88,10 @@ class Outcome:
         new: Score on new text.
         forgetting: Its nats per token on old text minus those of the base.
         learning: The base's nats per token on new text minus its own.
-        kept: Learning as a share of what the adapt path alone learns; None where that learns nothing.
+        kept: Learning as a share of the learning of the adapt path alone; None if the adapt path learns nothing.
         routed_old: Routed share of old text: the mean weight of the adapt path over the scored tokens.
         routed_new: Routed share of new text.
-        gain: Learning minus that of the present setting, and the error of it over texts.
+        gain: Learning minus that of the present setting, with its error over texts.
         short: Scores on short prompts.
     """
 
@@ -108,12 +108,12 @@ class Outcome:
 
     @property
     def numbers(self) -> str:
-        """The numbers of the setting, in words; empty where there is none."""
+        """The numbers of the setting, in words; empty without a setting."""
         return "" if self.routing is None else numbers_of(self.routing)
 
     @property
     def bound(self) -> float | None:
-        """Most nats that any text may lose against the base, or the best of many paths; see the setting."""
+        """Most nats that any text may lose against the base, or against the best of several paths; see the setting."""
         return None if self.routing is None else self.routing.bound
 
     @property
@@ -122,7 +122,7 @@ class Outcome:
         return None if self.routing is None else self.routing.bound_per_token
 
     def to_json(self) -> dict[str, Any]:
-        """The outcome as plain JSON values, with what follows from the sums."""
+        """Return the outcome as plain JSON values, with values derived from the sums."""
         content = asdict(self) | {"bound": self.bound, "bound_per_token": self.bound_per_token}
         content["routing"] = None if self.routing is None else self.routing.settings
         for side, side_measurement in (("old", self.old), ("new", self.new)):

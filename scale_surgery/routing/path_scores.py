@@ -1,7 +1,7 @@
-"""Scores of all paths of a model on a text, from one forward pass; any router's loss follows from them.
+"""Scores of all paths of a model on a text, from one forward pass; they determine the loss of any router.
 
-text   --forward pass-->     log-probability of each token on every path, and what a router reads  `read_paths`
-these  --no forward pass-->  loss, accuracy and routed share, whatever the router's numbers        `measure_batches`
+text    --forward pass-->     log-probability of each token on every path, and the router's input  `read_paths`
+scores  --no forward pass-->  loss, accuracy and routed share, for any numbers of the router       `measure_batches`
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from scale_surgery.running.loss import Measurement, reading_order
 from scale_surgery.text.sequences import PROMPT, Sequences
 from scale_surgery.text.tokenizing import collate, pad
 
-# most numbers of a batch; each batch costs a walk through its longest window
+# most numbers of a batch; each batch is processed step by step over its longest window
 BATCH_NUMBERS = 2**22
 
 
 @dataclass(frozen=True)
 class Answers:
-    """First tokens of answers, and the weights of the second of two paths with which each is the most likely token.
+    """First tokens of answers, with the weights of the second of two paths for which each is the most likely token.
 
     Attributes:
         row: Row of each in its batch (answers,).
         column: Column of its score.
         least: Smallest such weight.
-        most: Largest such weight; below `least` where there is none.
-        is_known: Whether the base model gives it the largest logit.
+        most: Largest such weight; below `least` if there is none.
+        is_known: True if the base model gives it the largest logit.
     """
 
     row: Tensor
@@ -44,13 +44,13 @@ class Answers:
     is_known: Tensor
 
     def answered(self, weight: Tensor) -> Tensor:
-        """Whether each is the most likely token (answers,), given weights of the second path (b, t - 1)."""
+        """Return True for each most likely token (answers,), given weights of the second path (b, t - 1)."""
         answer_weight = weight[self.row, self.column]
         return (self.least <= answer_weight) & (answer_weight <= self.most)
 
 
 def joined_answers(parts: Sequence[Answers], rows: Sequence[int] | None = None) -> Answers:
-    """Answers of several parts as one."""
+    """Join the answers of several parts."""
     moved = [0] * len(parts) if rows is None else rows
     parts = [replace(part, row=part.row + first) for part, first in zip(parts, moved, strict=True)]
     if not parts:
@@ -64,9 +64,9 @@ class PathBatch:
     """Scores of all paths on some windows, on the CPU.
 
     Attributes:
-        scores: Scores of each token but the first (b, t - 1), routed as the model's own router does.
-        is_scored: Which of them count (b, t - 1).
-        answers: First tokens of answers; none where there are more than two paths.
+        scores: Scores of each token but the first (b, t - 1), routed by the model's own router.
+        is_scored: True for scores that count (b, t - 1).
+        answers: First tokens of answers; empty if there are more than two paths.
     """
 
     scores: TokenScores
@@ -75,7 +75,7 @@ class PathBatch:
 
 
 class PathObserver(Observer):
-    """Records the cosine of two paths, and the weights with which first tokens of answers are the most likely.
+    """An observer of the cosine of two paths, and of the weights for which first tokens of answers are the most likely.
 
     With more paths these weights are no interval, so answers are recorded for two paths only.
     """
@@ -86,7 +86,7 @@ class PathObserver(Observer):
         self.answers: list[Answers] = []
 
     def read_logits(self, features: Any) -> tuple[list[Tensor], Tensor | None]:
-        """The input of the router, and for two paths the cosine of their base logits."""
+        """Return the input of the router, and for two paths the cosine of their base logits."""
         sides, observed = self.router.read_logits(features)
         start, self.done = self.done, self.done + sides[0].shape[1]
         if len(sides) != 2:
@@ -100,7 +100,7 @@ class PathObserver(Observer):
         return sides, observed
 
     def _first_tokens(self, start: int) -> tuple[Tensor, Tensor]:
-        """Rows and columns of answers whose scores are made now."""
+        """Return rows and columns of the answers that are scored in this step."""
         is_first = (self.labels[:, :-1] == PROMPT) & (self.labels[:, 1:] >= 0)
         is_first[:, :start] = is_first[:, self.done :] = False
         row, column = is_first.nonzero().unbind(1)
@@ -118,8 +118,8 @@ class PathObserver(Observer):
 
 
 def winning_weights(first: Tensor, second: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest weight of the second path with which each target is the mixture's most likely token."""
-    # logits are (n, v), targets (n,), weights (n,) in float64; the largest is below the smallest where there is none
+    """Return the smallest and largest weight of the second path for which each target is the most likely token."""
+    # logits are (n, v), targets (n,), weights (n,) in float64; the largest is below the smallest if there is none
     at_zero, at_one = (
         likely.gather(1, targets[:, None]) - likely
         for likely in (first.double().softmax(-1), second.double().softmax(-1))
@@ -157,14 +157,14 @@ def _read_batch(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> PathBatch:
 
 
 def _scores_of(scores: Sequence[TokenScores], make: Callable[[Sequence[Tensor]], Tensor]) -> TokenScores:
-    """Combine scores field by field; they may be of a class of the model's folder."""
+    """Combine scores field by field; their class may come from the model's folder."""
     *numbers, observed = zip(*scores, strict=True)
     base, sides, weights, routed = map(make, numbers)
     return TokenScores(base, sides, weights, routed, None if observed[0] is None else make(observed))
 
 
 def _joined(batches: Sequence[PathBatch]) -> Iterator[PathBatch]:
-    """Join batches that follow each other, whose windows become ever shorter."""
+    """Join consecutive batches, whose windows become ever shorter."""
     group: list[PathBatch] = []
     for batch in batches:
         windows = sum(len(item.is_scored) for item in (*group, batch))
@@ -215,18 +215,18 @@ class PathLosses:
         return self.routed / self.total.scored
 
     def by_text(self, numbers: Sequence[int]) -> PathLosses:
-        """The same with all windows of a text as one, since they are no independent samples."""
+        """Return the losses with all windows of a text as one, since they are not independent samples."""
         texts = torch.tensor(numbers)
         nats, scored = (part.new_zeros(max(numbers) + 1).index_add(0, texts, part) for part in (self.nats, self.scored))
         return replace(self, nats=nats, scored=scored)
 
 
-# routes a batch: its scores with routed output and weights of the paths
+# a routing: returns a batch's scores with routed output and weights of the paths
 Weigh = Callable[[PathBatch], TokenScores]
 
 
 def routed_by(router: Any) -> Weigh:
-    """Route by a router of the same paths, with any numbers."""
+    """Return the routing of a router with the same paths and any numbers."""
 
     def by_router(batch: PathBatch) -> TokenScores:
         scores = batch.scores
@@ -239,7 +239,7 @@ def routed_by(router: Any) -> Weigh:
 
 def weigh_base(batch: PathBatch) -> TokenScores:
     """Route everything to the base model."""
-    # the preserve side of a cosine router is not the base model alone
+    # the preserve side of a cosine router may include an up stream
     return _alone(batch, torch.zeros(len(batch.is_scored), dtype=torch.long))._replace(routed=batch.scores.base)
 
 
@@ -255,25 +255,25 @@ def best_alone(batch: PathBatch) -> TokenScores:
 
 
 def _alone(batch: PathBatch, numbers: Tensor) -> TokenScores:
-    """Route each window to the path of a number (windows,)."""
+    """Route each window to the path of its number (windows,)."""
     sides, places = batch.scores.sides, numbers[:, None, None].expand(-1, batch.scores.sides.shape[1], 1)
     weights = torch.zeros_like(sides).scatter(-1, places, 1.0)
     return batch.scores._replace(weights=weights, routed=sides.gather(-1, places)[..., 0])
 
 
 def best_of(batch: PathBatch, first: int = 0) -> Tensor:
-    """The path that predicts each window best (windows,), among those from a number on."""
+    """Return the path that predicts each window best (windows,), among those from a number on."""
     sides = batch.scores.sides[..., first:].double()
     return first + sides.where(batch.is_scored[..., None], 0.0).sum(1).argmax(-1)
 
 
 def weight_of(scores: TokenScores) -> Tensor:
-    """Weight of all paths but the base's (b, t - 1)."""
+    """Return the weight of all paths but the base's (b, t - 1)."""
     return scores.weights[..., 1:].sum(-1)
 
 
 def measure_batches(batches: Sequence[PathBatch], weigh: Weigh) -> PathLosses:
-    """Losses of texts with one routing."""
+    """Return the losses of texts with one routing."""
     parts = [_measure(batch, weigh(batch), is_base=weigh is weigh_base) for batch in batches]
     return PathLosses(
         total=sum((part.total for part in parts), Measurement(0.0, 0, 0, 0)),
@@ -293,6 +293,6 @@ def _measure(batch: PathBatch, scores: TokenScores, *, is_base: bool) -> PathLos
 
 
 def scored_cosines(batches: Sequence[PathBatch]) -> Tensor:
-    """Cosines of both paths' base logits where a scored token is predicted, in ascending order (tokens,)."""
+    """Return the cosines of both paths' base logits at the predictions of scored tokens, ascending (tokens,)."""
     observed = [(batch.scores.observed, batch.is_scored) for batch in batches]
     return torch.cat([cosine[is_scored] for cosine, is_scored in observed if cosine is not None]).sort().values

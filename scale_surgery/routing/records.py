@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from scale_surgery.running.options import Dtype
 
 
-# digits of a number of a token; float32 has no more
+# digits of the numbers of a token; float32 has no more
 DIGITS = 6
 
 
 def rounded(number: float) -> float:
-    """A number of a token, rounded for writing."""
+    """Round a number of a token for writing."""
     return float(f"{number:.{DIGITS}g}")
 
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """One token and what each path made of it; logarithms are natural, and None at the first token.
+    """A token with its scores on each path; logarithms are natural, and None at the first token.
 
     Attributes:
-        position: Its place in the document, from 0.
-        text: Its text; a character that is split over several tokens stands at one of them.
+        position: Its position in the document, from 0.
+        text: Its text; a character split over several tokens is shown at one of them.
         piece: Its spelling in the tokenizer's vocabulary.
         id: Its id.
-        is_counted: Whether totals count it; they leave out prompts, start tokens and the first token, which nothing
+        is_counted: True if totals count it; they exclude prompts, start tokens and the first token, which nothing
             predicts.
         base_log_probability: Its log-probability under the base model.
-        log_probabilities: The same on each path that the router weighs.
-        weights: Weight of each path where it is predicted; they sum to 1. A router that decides gives one path all.
+        log_probabilities: Its log-probability on each of the router's paths.
+        weights: Weight of each path in its prediction; they sum to 1. A hard router gives one path the whole weight.
         routed_log_probability: Its log-probability under the routed output.
-        cosine: Cosine of both paths' base logits where it is predicted; None where there are more paths than two.
+        cosine: Cosine of both paths' base logits at its prediction; None with more than two paths.
     """
 
     position: int
@@ -56,23 +56,23 @@ class TokenRoute:
 
 @dataclass(frozen=True)
 class DocumentRoute:
-    """The tokens of one document; `source` says where it stands."""
+    """The tokens of one document; `source` names its place."""
 
     source: str
     tokens: tuple[TokenRoute, ...]
 
     def place_in(self, file: str) -> str:
-        """Where it stands in its file, such as "line 3"; empty for a file that is one document."""
+        """Return its place in its file, such as "line 3"; empty for a file that is one document."""
         return self.source.removeprefix(file).lstrip(", ")
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Means over the tokens of a file that count.
+    """Means over the counted tokens of a file.
 
     Attributes:
         documents: Documents of the file.
-        tokens: Tokens that count.
+        tokens: Counted tokens.
         base_nats_per_token: Loss of the base model.
         nats_per_token: Loss of each path alone.
         shares: Mean weight of each path.
@@ -89,7 +89,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class FileRoute:
-    """A file, what was measured on it, and its documents."""
+    """A file with its totals and its documents."""
 
     file: str
     totals: Totals
@@ -104,11 +104,11 @@ class RouteReport:
         model: Name of the model.
         base: Name of its base model.
         routing: Its router.
-        paths: Names of the paths that the router weighs: the base, or `preserve side` where an up stream goes with it,
-            and the expansions. Numbers of paths are in this order.
+        paths: Names of the router's paths: the base, or `preserve side` if it includes an up stream, and the
+            expansions. Numbers of paths are in this order.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
-        dtype: Dtype that weights were cast to; None where they stayed as stored.
+        dtype: Dtype that weights were cast to; None for the stored dtype.
         files: Totals and tokens of each file.
     """
 
@@ -123,7 +123,7 @@ class RouteReport:
 
     @property
     def weighs_base(self) -> bool:
-        """Whether one of the paths is the base; a cosine router may weigh one with an up stream instead."""
+        """True if one of the paths is the base; a cosine router may have a path with an up stream instead."""
         return self.paths[0] == BASE_NAME
 
     @property
@@ -134,7 +134,7 @@ class RouteReport:
         return tuple(sum(total) / tokens for total in sums)
 
     def records(self) -> list[dict[str, Any]]:
-        """Each token as plain JSON values, with its file and the number of its document there, from 0."""
+        """Return each token as plain JSON values, with its file and the number of its document there, from 0."""
         return [
             plain_json({"file": file.file, "document": number, **self._by_name(asdict(token))})
             for file in self.files
@@ -143,7 +143,7 @@ class RouteReport:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The result as plain JSON values: totals by file, then all tokens."""
+        """Return the result as plain JSON values: totals by file, then all tokens."""
         facts = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("files", "routing")
         }
@@ -152,7 +152,7 @@ class RouteReport:
         return {**plain_json(content), "tokens": self.records()}
 
     def _by_name(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Numbers of paths by the names of these."""
+        """Return the numbers of paths by the paths' names."""
         return {
             key: dict(zip(self.paths, value, strict=True)) if isinstance(value, tuple) else value
             for key, value in content.items()
@@ -160,7 +160,7 @@ class RouteReport:
 
 
 def token_of(place: int, names: tuple[str, str, int], is_counted: bool, scores: Sequence[float]) -> TokenRoute:
-    """The record of a token."""
+    """Return the record of a token."""
     if not place:
         return TokenRoute(place, *names, is_counted)
     base, routed, cosine, sides, weights = _parts(list(map(rounded, scores)))
@@ -168,7 +168,7 @@ def token_of(place: int, names: tuple[str, str, int], is_counted: bool, scores: 
 
 
 def totals_of(documents: int, tokens: int, means: Sequence[float]) -> Totals:
-    """The same of a file, from the means of these numbers."""
+    """Return the totals of a file, from the means of its tokens' scores."""
     base, routed, _, sides, weights = _parts(means)
     return Totals(documents, tokens, -base, tuple(-side for side in sides), weights, -routed)
 

@@ -1,4 +1,4 @@
-"""What a routed model does with each token of a text: each path's log-probability, and which one gave it.
+"""The treatment of each token of a text by a routed model: each path's log-probability, and the paths' weights.
 
 Texts are read as by `evaluate`: the same documents, tokens and overlapping windows, so that totals are its losses.
 """
@@ -50,14 +50,14 @@ def route_report(
     revision: str | None = None,
     track: Track = no_track,
 ) -> RouteReport:
-    """Show each token of texts with its log-probability on each path of a routed model, and the weights of the paths.
+    """Return each token of texts with its log-probability on each path of a routed model, and the weights of the paths.
 
     Args:
         model: A routed model, a folder or Hub id.
         texts: A file or saved dataset, or several, as for `documents.read_documents`.
-        sequence_length: Most tokens that are read at once; by default the model's context, at most 1024.
+        sequence_length: Most tokens of a window; by default the model's context, at most 1024.
         step: Tokens from one window of a longer text to the next; by default half of that.
-        run: How the model runs: device, dtype, trust_remote_code, batch_size.
+        run: Options of the run: device, dtype, trust_remote_code, batch_size.
         revision: Branch, tag or commit of a Hub repository.
         track: Makes progress bars.
 
@@ -65,8 +65,8 @@ def route_report(
         Every token of every file, and totals by file.
 
     Raises:
-        DataError: If a text cannot be read or holds nothing to score, the lengths do not fit, or the model has no
-            tokenizer that loads.
+        DataError: If a text cannot be read or holds nothing to score, the lengths do not fit, or no tokenizer of the
+            model loads.
         CheckpointError: If the model cannot be found or loaded, is not expanded, or has no router.
     """
     from scale_surgery.text.documents import read_files
@@ -87,7 +87,7 @@ def route_report(
 
 
 def write_tokens(report: RouteReport, file: Path) -> None:
-    """Write a line of JSON for each token, whole or not at all; an existing file is replaced."""
+    """Write one line of JSON per token, all or nothing; replace an existing file."""
     write_text(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in report.records()))
 
 
@@ -97,14 +97,14 @@ def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length:
 
     # no document is as long as this, so each is one sequence
     whole = sequences_of(subject, subject.tokenizer, documents, sys.maxsize, 1)
-    # ids as labels: of a prompt, too, each token is shown once
+    # labels are the ids, so that the tokens of a prompt are shown too, each once
     scored = {file: Sequences(sequences.ids, sequences.ids, sequences.starts) for file, sequences in whole.items()}
     windows = {file: stride(sequences, length, step) for file, sequences in scored.items()}
     return [FileTokens(file, documents[file], sequences, windows[file]) for file, sequences in whole.items()]
 
 
 def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -> Tensor:
-    """Score every token that was in no window before; (numbers of a token, tokens), NaN where nothing predicts."""
+    """Score every token that was in no earlier window; (numbers of a token, tokens), NaN if nothing predicts it."""
     import torch
 
     from scale_surgery.routing.path_scores import read_paths
@@ -125,7 +125,7 @@ def _score(model: Any, windows: Sequences, batch_size: int, advance: Progress) -
 
 
 def _join(reading: FileTokens, scores: Tensor, tokenizer: Any) -> FileRoute:
-    """Put the texts and the numbers of a file together."""
+    """Join the texts and the scores of a file."""
     sequences = reading.sequences
     is_counted = sequences.labels >= 0
     is_counted[list(sequences.starts[:-1])] = False

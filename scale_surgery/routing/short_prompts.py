@@ -1,4 +1,4 @@
-"""Short prompts: how a model continues the first tokens of texts, before a router knows the text."""
+"""Short prompts: continuations of the first tokens of texts, before a router can recognise the text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LONGEST = 8
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Each short prompt with one setting; tensors are (texts, LONGEST), zero where a text is shorter.
+    """Each short prompt with one setting; tensors are (texts, LONGEST), zero after the end of a shorter text.
 
     Attributes:
-        is_read: Where there is a next token.
+        is_read: True if there is a next token.
         lost: Loss on it minus that of the base, nats, float64.
         weight: Weight of all paths but the base's there, float64.
     """
@@ -33,7 +33,7 @@ class Beginnings:
 
 
 def beginnings(texts: Sequences) -> Sequences:
-    """The first tokens of each text, with one more that the longest short prompt predicts; prompts are scored too."""
+    """Return the first tokens of each text, plus one that the longest short prompt predicts; prompts are scored too."""
     ids = [texts.ids[start : min(start + LONGEST + 1, end)] for start, end in pairwise(texts.starts)]
     starts = torch.tensor([0, *map(len, ids)]).cumsum(0).tolist()
     joined = torch.cat(ids)
@@ -52,7 +52,7 @@ def read_beginnings(batches: Sequence[PathBatch], weigh: Weigh) -> Beginnings:
 
 
 def summarise_prompts(beginnings: Beginnings, present: Beginnings) -> ShortPrompts:
-    """Means of short prompts by length and over all, and their change against the present setting."""
+    """Return the means of short prompts by length and over all, and their change against the present setting."""
     texts = beginnings.is_read.sum(0).tolist()
     sums = zip(texts, beginnings.weight.sum(0).tolist(), beginnings.lost.sum(0).tolist(), strict=True)
     lengths = tuple(

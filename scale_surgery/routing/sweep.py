@@ -1,4 +1,4 @@
-"""Score every router setting that is worth trying on old and new text, which the model reads once.
+"""Score every router setting worth trying on old and new text, which the model reads once.
 
 cosine      the paper's threshold, round ones, and quantiles of the cosines of the text
 posterior   weights of the base, times ways to split the rest, times switch rates
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 PRIORS = (0.5, 0.2, 0.8, 0.05, 0.95, 0.01, 0.99)
 SWITCH_RATES = (0.01, 0.0, 0.001, 0.1, 0.003, 0.03, 0.0001)
 THRESHOLDS = (0.5, 0.0, -1.0, 1.0, 0.25, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
-# logits of two paths are similar almost everywhere, so most cosines lie near 1, where round numbers are far apart
+# logits of two paths are similar almost everywhere, so most cosines are near 1, and round numbers are too coarse
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Scores of the base, of the adapt path (of many paths the best of each window), and of each setting, in order."""
+    """Scores of the base, of the adapt path (or the best of many paths in each window), and of each setting."""
 
     base: Outcome
     adapt: Outcome
@@ -46,9 +46,9 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTexts:
-    """Windows of old and new texts, beginnings of old texts, and for each new window the number of its text, from 0.
+    """Windows of old and new texts, beginnings of old texts, and the index of the text of each new window.
 
-    Where an expansion adds tokens, `of_base` has old and new texts as the base's tokenizer reads them.
+    If an expansion adds tokens, `of_base` has old and new texts as the base's tokenizer reads them.
     """
 
     old: Sequences
@@ -61,7 +61,7 @@ class SweepTexts:
 def sweep_model(
     subject: Subject, texts: SweepTexts, present: Router, run: RunOptions, track: Track, *, has_several: bool
 ) -> Sweep:
-    """Read old and new text once, and score every setting that is worth trying, the present one first."""
+    """Read old and new text once, and score every setting worth trying, the present one first."""
     from scale_surgery.routing.path_scores import adapt_alone, best_alone, read_paths
     from scale_surgery.running.loss import reading_order
 
@@ -92,7 +92,7 @@ def _check_finite(subject: Subject, swept: Sweep, best_name: str) -> None:
 
 
 def sweep(alone: Weigh, texts: PathTexts, settings: Sequence[Router], advance: Progress = no_progress) -> Sweep:
-    """Measure settings on texts that were read."""
+    """Measure settings on texts that were already read."""
     from scale_surgery.routing.path_scores import routed_by, weigh_base
 
     base, adapt, present = (texts.measure(weigh) for weigh in (weigh_base, alone, routed_by(settings[0])))
@@ -144,7 +144,7 @@ class Reference:
     present: Measured
 
     def outcome(self, routing: Router | None, measured: Measured) -> Outcome:
-        """Compare."""
+        """Compare the measurements of a setting with the reference."""
         from scale_surgery.routing.short_prompts import summarise_prompts
 
         learning, most = (0.0 - side.new.total.loss_against(self.base.new.total) for side in (measured, self.adapt))
@@ -163,7 +163,7 @@ class Reference:
 
 
 def settings_of(present: Router, old: Sequence[PathBatch], new: Sequence[PathBatch]) -> tuple[Router, ...]:
-    """The settings to try, the present one first; for another kind of router that one alone."""
+    """Return the settings to try, the present one first; any other kind of router keeps its present one only."""
     candidates = CANDIDATES.get(type(present))
     return tuple(dict.fromkeys([present, *(candidates(present, old, new) if candidates else ())]))
 
@@ -176,12 +176,12 @@ def _priors(present: PosteriorRouter, old: Sequence[PathBatch], new: Sequence[Pa
     splits = _splits(new)
     bases = dict.fromkeys((1 / (1 + len(splits[0])), *PRIORS))
     priors = [(base, *((1 - base) * share for share in split)) for split, base in product(splits, bases)]
-    # even weights are written as they are by default
+    # even weights are spelled exactly like the default
     priors = [(1 / len(prior),) * len(prior) if is_even(prior) else prior for prior in priors]
     return (replace(present, prior=prior, switch_rate=rate) for prior, rate in product(priors, SWITCH_RATES))
 
 
-# by kind of router
+# generators of settings by kind of router
 CANDIDATES: Mapping[type, Callable[..., Iterator[Router]]] = {
     CosineRouter: _thresholds,
     PosteriorRouter: _priors,
@@ -189,7 +189,7 @@ CANDIDATES: Mapping[type, Callable[..., Iterator[Router]]] = {
 
 
 def _quantiles(side: Sequence[PathBatch]) -> Iterator[float]:
-    """Quantiles of the cosines of a text, as thresholds."""
+    """Generate quantiles of the cosines of a text, as thresholds."""
     from scale_surgery.routing.path_scores import scored_cosines
 
     cosines = scored_cosines(side)
@@ -197,12 +197,12 @@ def _quantiles(side: Sequence[PathBatch]) -> Iterator[float]:
 
 
 def round_threshold(cosine: float) -> float:
-    """Round a cosine to two figures of its distance from 1, where most cosines lie."""
+    """Round a cosine to two digits of its distance from 1, since most cosines are near 1."""
     return max(-1.0, min(1.0, round(1 - float(f"{1 - cosine:.2g}"), 12)))
 
 
 def _splits(new: Sequence[PathBatch]) -> list[tuple[float, ...]]:
-    """Ways to split what is not the base's weight: evenly, and by the windows of new text that each predicts best."""
+    """Return splits of the weight not given to the base: even, and by the number of new windows each predicts best."""
     import torch
 
     from scale_surgery.routing.path_scores import best_of

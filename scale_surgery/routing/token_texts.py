@@ -1,7 +1,7 @@
 """The text of each token of a document.
 
-Joined, the texts of a document's tokens read as the document. A character that is split over several tokens stands
-at one of them; the others are empty and are shown by their bytes.
+The joined texts of a document's tokens equal the document. A character that is split over several tokens is the
+text of one of them. The other tokens are empty, and are shown by their bytes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from scale_surgery.text.documents import Document
 
 REPLACEMENT = "\ufffd"
-# most tokens to wait for the end of a character: its bytes in UTF-8, and before the first of a text a space that some
-# tokenizers put there and decode to nothing
+# most tokens until the end of a character: its bytes in UTF-8, and a space that some tokenizers put before a text and
+# decode to nothing
 MOST_TOKENS = 1 + 4
 
 
 def token_texts(document: Document, ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text of each token of a document; special tokens by their names."""
+    """Return the text of each token of a document; special tokens by their names."""
     texts = _by_offsets(document, ids, tokenizer) if getattr(tokenizer, "is_fast", False) else None
     return _by_decoding(ids, tokenizer) if texts is None else texts
 
 
 def _by_offsets(document: Document, ids: Sequence[int], tokenizer: Any) -> list[str] | None:
-    """Cut the document where its tokens end; None where the tokenizer gives other tokens this time."""
+    """Cut the document at the ends of its tokens; None if the tokenizer now returns other tokens."""
     end = 0 if tokenizer.eos_token_id is None else 1
     options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
     text = tokenizer(document.text, add_special_tokens=False, **options)
@@ -41,7 +41,7 @@ def _by_offsets(document: Document, ids: Sequence[int], tokenizer: Any) -> list[
 
 
 def _cut(text: str, offsets: Sequence[tuple[int, int]]) -> list[str]:
-    """Give each token the text up to its end that no earlier token has; the last one gets the rest."""
+    """Give each token the text up to its end, except text of earlier tokens; the last token gets the rest."""
     shares, done = [], 0
     for _, end in offsets:
         shares.append(text[done : max(done, end)])
@@ -57,18 +57,17 @@ def _by_decoding(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 class TextReader:
-    """Decodes token by token, each behind the one before it, which decides about spaces."""
+    """A decoder of single tokens, each after the one before it, which decides about spaces."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
-        """Begin a text."""
         self.tokenizer, self.ids = tokenizer, list(before)
         self.start, self.done = 0, len(self.ids)
 
     def read(self, id_: int, *, is_last: bool = False) -> str:
-        """The text of the next token; empty for a part of a character that a later token ends."""
+        """Return the text of the next token; empty for a part of a character that a later token ends."""
         self.ids.append(id_)
         known, now = self._decode(self.done), self._decode(len(self.ids))
-        # some tokenizers show a character that has only begun as a replacement, others not at all
+        # some tokenizers decode an incomplete character to a replacement, others to nothing
         is_part = (now.endswith(REPLACEMENT) or now == known) and len(self.ids) - self.done < MOST_TOKENS
         if is_part and not is_last:
             return ""

@@ -1,4 +1,4 @@
-"""Watch the router of a loaded model: an observer takes its place in forward passes and records its weights."""
+"""Watch the router of a loaded model: an observer replaces it in forward passes and records its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Observer:
-    """Takes the place of a router and routes as it does; subclasses record what they override.
+    """A replacement of a router that routes identically; subclasses override methods to record values.
 
     Attributes:
         router: The router of a loaded model, whether its code came from this package or from the model's folder.
@@ -22,12 +22,12 @@ class Observer:
 
 
 class WeightObserver(Observer):
-    """Records the weight of each path at the last token."""
+    """An observer that records the weight of each path at the last token."""
 
     latest: tuple[float, ...] = ()
 
     def weights(self, evidence: Any) -> Any:
-        """The log weights of the router."""
+        """Return the log weights of the router, and record them."""
         from scale_surgery.modeling.expanded_routing import decided
 
         log_weights = self.router.weights(evidence)
@@ -36,20 +36,20 @@ class WeightObserver(Observer):
 
 
 def observed_by(model: Any, observer: Observer) -> AbstractContextManager[None]:
-    """Let an observer stand in for a model's router inside a `with` block, in this thread."""
+    """Replace a model's router by an observer inside a `with` block, in this thread."""
     context: AbstractContextManager[None] = model.use_choice(model.choice._replace(router=observer))
     return context
 
 
 @contextmanager
 def watched(model: Any) -> Iterator[Sequence[tuple[float, ...]] | None]:
-    """Weights of the paths in each forward pass so far, a list that grows; None where the model does not route."""
+    """Yield a growing list of the paths' weights in each forward pass; None if the model does not route."""
     if not getattr(model, "is_routing_enabled", False):
         yield None
         return
     observer = WeightObserver(model.choice.router)
     weights: list[tuple[float, ...]] = []
-    # a prompt may be read in several parts, so a pass is noted when it is over
+    # the router may run several times in a pass, in parts of a prompt, so weights are stored after the pass
     hook = model.register_forward_hook(lambda *_: weights.append(observer.latest))
     try:
         with observed_by(model, observer):

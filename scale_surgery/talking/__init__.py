@@ -1,1 +1,1 @@
-"""A model that answers: generate for scripts, chat in a terminal, transformers' own server."""
+"""Answers of a model: `generate` for scripts, `chat` in a terminal, and transformers' own server."""

@@ -22,7 +22,7 @@ from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import Speaker, has_template, loaded_speaker, open_subject
 
 PROMPT, MORE = "> ", ". "
-# a method of Session each, of the same name; the last one ends its loop
+# each is a method of Session of the same name; the last one ends its loop
 COMMANDS = {
     "/help": "list what can be typed",
     "/reset": "forget what was said",
@@ -37,7 +37,7 @@ SETTABLE = ("system", "max_new_tokens", "temperature", "top_p", "top_k", "repeti
 
 @dataclass(frozen=True)
 class Voice:
-    """One who answers: the model, or its base; `name` is what is said of it in a conversation."""
+    """A participant that answers: the model, or its base; `name` is its name in the conversation."""
 
     name: str
     is_base: bool
@@ -55,7 +55,7 @@ def chat(
     run: RunOptions = RunOptions(),
     revision: str | None = None,
 ) -> Generation:
-    """Talk to a model until the input ends; with `compare` its base answers too, in a conversation of its own."""
+    """Chat with a model until the input ends; with `compare`, its base answers too, in its own conversation."""
     subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
     with (
         loaded_speaker(subject, run, out.track) as speaker,
@@ -71,7 +71,7 @@ def chat(
 
 
 class Session:
-    """A conversation in a terminal, and what of it can be set."""
+    """A conversation in a terminal, with its settings."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class Session:
 
     @property
     def marking(self) -> Marking:
-        """How the paths of tokens are shown."""
+        """The way in which the paths of tokens are shown."""
         return choose_marking(self.out.results, self.look) if self.speaker.routing else "nothing"
 
     def open(self) -> None:
-        """Say who answers, and how."""
+        """Show the models and settings that answer."""
         reason = "--raw" if self.settings.raw else "no chat template"
         rows = [
             ("model", self.speaker.description),
@@ -111,7 +111,7 @@ class Session:
         self.out.say(render_opening(self.speaker.subject.name, rows, self.speaker.paths, self.marking))
 
     def messages(self) -> Iterator[str]:
-        """What is typed, until the input ends."""
+        """Generate the typed messages until the input ends."""
         while True:
             try:
                 message = self._ask()
@@ -126,7 +126,7 @@ class Session:
             yield message
 
     def _ask(self) -> str:
-        """A message; a line that ends with a backslash goes on in the next one."""
+        """Read a message; a line that ends with a backslash continues on the next."""
         self.interrupt.times = 0
         try:
             self.interrupt.is_typing = True
@@ -138,12 +138,12 @@ class Session:
         return "\n".join(lines)
 
     def take(self, message: str) -> None:
-        """Do what a command says, or answer a message; what goes wrong is said, and ends nothing."""
+        """Run a command or answer a message; an error is shown, and the session goes on."""
         try:
             if message.startswith("/"):
                 self._obey(*message.rstrip().partition(" ")[::2])
             elif message.strip() or (self.voices[-1].conversation.turns and not self.has_template):
-                # a blank before it makes a message of what begins like a command
+                # a leading blank turns the text of a command into a message
                 self._answer(message.removeprefix(" ") if message.startswith(" /") else message)
         except SurgeryError as error:
             self.out.fail(*error.lines)
@@ -231,7 +231,7 @@ class Session:
 def changed(
     settings: GenerationSettings, name: str, text: str, *, has_template: bool, paths: Sequence[str] = ()
 ) -> GenerationSettings:
-    """Change one setting to what was typed, or without a text to its default; `paths` are names of expansions."""
+    """Change one setting to the typed value, or to its default without a value; `paths` are names of expansions."""
     known = {field.option: field for field in fields_of(GenerationSettings).values() if field.name in SETTABLE}
     if not has_template:
         del known["system"]

@@ -1,6 +1,6 @@
-"""What was said so far, as a model reads it: by a chat template, or as one text that goes on.
+"""A conversation as a model reads it: by a chat template, or as one continuous text.
 
-Where it is longer than the model's context, the oldest turns are left out.
+If it is longer than the model's context, the oldest turns are dropped.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.talking.records import Answer
 from scale_surgery.talking.settings import GenerationSettings
 
-# an answer is left at least this share of the context, or as many tokens as it may have
+# an answer gets at least this fraction of the context, or its most tokens if they are fewer
 LEFT_FOR_AN_ANSWER = 4
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Token ids that a model reads for a message, and how many of the oldest turns its context had no room for."""
+    """Token ids that a model reads for a message, and the number of oldest turns that did not fit into the context."""
 
     ids: tuple[int, ...]
     left_out: int
 
 
 class Conversation:
-    """What was said to one model and what it answered."""
+    """The messages to one model, with its answers."""
 
     def __init__(self, subject: Subject, *, has_template: bool) -> None:
         self.subject, self.has_template = subject, has_template
@@ -38,7 +38,7 @@ class Conversation:
         self.before: list[Answer] = []
 
     def encode(self, message: str, settings: GenerationSettings) -> EncodedPrompt:
-        """What the model reads for the next message; turns that it has no room for are forgotten."""
+        """Return the token ids for the next message; forget turns that do not fit into the context."""
         turns, context = list(self.turns), self.subject.context
         ids = self._encode(turns, message, settings)
         while context is not None and turns and len(ids) > context - _left(context, settings):
@@ -49,12 +49,12 @@ class Conversation:
         return EncodedPrompt(tuple(ids), left_out)
 
     def add(self, answer: Answer) -> None:
-        """Remember an answer, and what was asked; a text that the model ended does not go on."""
+        """Add an answer with its prompt; a text that the model ended is not continued."""
         is_over = answer.ended == "end" and not self.has_template
         self.before, self.turns = self.turns, [] if is_over else [*self.turns, answer]
 
     def take_back(self) -> None:
-        """Forget the last answer and what was asked."""
+        """Forget the last answer and its prompt."""
         self.turns = self.before
 
     def clear(self) -> None:
@@ -81,7 +81,7 @@ class Conversation:
 
 
 def _join(turns: Sequence[Answer], message: str) -> str:
-    """The text so far: what was typed begins a line, and nothing typed lets it go on where it is."""
+    """Join the text so far: each typed text starts a new line; an empty one continues the text."""
     text = ""
     for prompt, answer in (*((turn.prompt, turn.text) for turn in turns), (message, "")):
         text += "\n" * bool(text and prompt) + prompt + answer
@@ -89,12 +89,12 @@ def _join(turns: Sequence[Answer], message: str) -> str:
 
 
 def _left(context: int, settings: GenerationSettings) -> int:
-    """Tokens of a context that are left for an answer."""
+    """Return the number of tokens in the context that are reserved for an answer."""
     return min(settings.max_new_tokens, max(1, context // LEFT_FOR_AN_ANSWER))
 
 
 def check_ids(subject: Subject, ids: Sequence[int]) -> None:
-    """Check that a model can read token ids and say at least one more."""
+    """Check that a model can read token ids and generate at least one more."""
     if not ids:
         raise DataError(Problem("prompt-without-token", model=subject.name))
     check_token_ids(subject.name, max(ids), subject.vocabulary)

@@ -1,4 +1,4 @@
-"""Answer prompts, for scripts: by a model of any form, and by the base of an expanded one."""
+"""Answer prompts, for scripts: by a model of any form, and by the base of an expanded model."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def generate(
     revision: str | None = None,
     on_token: Callable[[StreamedToken], None] = lambda token: None,
 ) -> Generation:
-    """Answer prompts, one after the other, each by itself.
+    """Answer prompts one after the other, each independently.
 
     Args:
         model: A model folder or Hub id: stock, expanded, routed, composed or fused.
         prompts: A prompt, or several.
-        settings: How the model is asked, and how answers are drawn.
+        settings: Settings of the prompt and of sampling.
         compare: Let the base of an expanded model answer too, by the same weights with the expansion disabled.
-        run: How the model runs: device, dtype, trust_remote_code.
+        run: Options of the run: device, dtype, trust_remote_code.
         revision: Branch, tag or commit of a Hub repository.
-        on_token: Called with each token as it comes.
+        on_token: Function called with each token when it is generated.
 
     Returns:
         The answers, with each token's share of the adapt path, or of each path of a composed model.
 
     Raises:
-        DataError: If there is no prompt, one is too long for the model or has no token, or the model has no tokenizer
-            that loads; every such prompt is named.
-        PlanError: If a setting is out of range, or the model has no chat template or base that is asked for.
+        DataError: If there is no prompt, a prompt is too long or has no token, or no tokenizer of the model loads; the
+            error names every such prompt.
+        PlanError: If a setting is out of range, or the model lacks a requested chat template or base.
         CheckpointError: If the model cannot be found or loaded, or does not run.
     """
     asked = [str(prompt) for prompt in listed(prompts)]
@@ -67,7 +67,7 @@ def generate(
 
 
 def encode_all(subject: Subject, prompts: Sequence[str], settings: GenerationSettings) -> list[EncodedPrompt]:
-    """What a model reads for prompts that have nothing to do with each other; those that it cannot are all named."""
+    """Encode independent prompts; one error names all prompts that the model cannot read."""
     encoded, problems = [], list[Problem]()
     for number, prompt in enumerate(prompts, start=1):
         try:
@@ -84,7 +84,7 @@ def encode_all(subject: Subject, prompts: Sequence[str], settings: GenerationSet
 def summarise(
     speaker: Speaker, settings: GenerationSettings, answers: Sequence[Answer], base_answers: Sequence[Answer]
 ) -> Generation:
-    """Put answers together with what is known of the model that gave them."""
+    """Combine the answers with the facts about their model."""
     return Generation(
         model=speaker.subject.name,
         base=speaker.base_name,
@@ -98,7 +98,7 @@ def summarise(
 
 
 def write_answers(result: Generation, file: Path) -> None:
-    """Write a line of JSON for each prompt, whole or not at all; an existing file is replaced."""
+    """Write one line of JSON per prompt, all or nothing; replace an existing file."""
     rows: list[dict[str, Any]] = [answer.to_json() for answer in result.answers]
     for row, base in zip(rows, result.base_answers, strict=False):
         row["base_answer"] = base.to_json()

@@ -1,4 +1,4 @@
-"""Ctrl-C in a conversation: it takes a line back or stops an answer, and never ends the program."""
+"""Ctrl-C in a conversation: it discards a line or stops an answer, and never ends the program."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 
 
 class StopAtOnce(KeyboardInterrupt):
-    """Somebody stopped an answer and does not wait for its next token."""
+    """A request to stop an answer without waiting for its next token."""
 
 
 class Interrupt:
-    """How often Ctrl-C was pressed since somebody began to type, or since an answer ended.
+    """A counter of Ctrl-C since typing began, or since an answer ended.
 
-    A handler of signals runs between any two steps of a program, so it only counts: what it raised could leave half of
-    a line printed, or escape from where the last one is caught. It raises while somebody types, because nothing else
-    ends the wait for a line, and then once.
+    A signal handler runs between any two steps of a program. An exception there could leave half a line printed, or
+    escape the code that catches it. So the handler only counts. Exception: it raises once while the user types, because
+    nothing else ends the wait for a line.
 
-    While a model answers, the first press lets it finish its token. The next one, for those who wait long for a first
-    token, stops it where its next module would compute.
+    While a model answers, the first press lets it finish its token. The first token may take long, so a second press
+    stops the model at its next module.
     """
 
     def __init__(self) -> None:
         self.times, self.is_typing = 0, False
 
     def __call__(self) -> bool:
-        """Whether to stop."""
+        """Return True if the answer should stop."""
         return self.times > 0
 
     def press(self, *_: Any) -> None:
-        """Take a Ctrl-C."""
+        """Handle a Ctrl-C."""
         self.times += 1
         if self.is_typing:
             self.is_typing = False
@@ -39,7 +39,7 @@ class Interrupt:
 
     @contextmanager
     def speaking(self) -> Iterator[None]:
-        """Stop at once inside a `with` block if Ctrl-C is pressed again; afterwards no press is left over."""
+        """Stop at once inside a `with` block if Ctrl-C is pressed again; reset the counter at its end."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         hook = register_module_forward_pre_hook(self._stop_at_once)
@@ -56,7 +56,7 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Take each Ctrl-C inside a `with` block, also where the program was started to ignore it; in the main thread."""
+    """Handle each Ctrl-C inside a `with` block, even if the program was started to ignore it; main thread only."""
     interrupt = Interrupt()
     before = signal.signal(signal.SIGINT, interrupt.press)
     try:

@@ -1,4 +1,4 @@
-"""What a model said, token by token; see `generate`."""
+"""Answers of a model, token by token; see `generate`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.talking.settings import GenerationSettings
 
-# end: the model ended its answer. length: there were as many tokens as an answer may have. context: as many as the
-# model reads at once. interrupted: somebody stopped it
+# end: the model ended its answer. length: the answer reached its most tokens. context: it filled the model's context.
+# interrupted: the user stopped it
 Ending = Literal["end", "length", "context", "interrupted"]
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token of an answer.
+    """A token of an answer.
 
     Attributes:
         id: Its id.
-        text: What it reads as; of a character that is split over several tokens all stands at the last one. Special
-            tokens read as nothing.
-        weights: How much of the prediction that it was drawn from comes from each path that the router weighs; None
-            where the model does not route.
+        text: Its text. If a character spans several tokens, the last of them has the whole character. Special tokens
+            have an empty text.
+        weights: Share of each path of the router in the prediction that it was sampled from; None if the model does not
+            route.
     """
 
     id: int
@@ -33,13 +33,13 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said after a prompt.
+    """The answer of a model to a prompt.
 
     Attributes:
-        prompt: What it was asked.
-        read: Tokens that it read, with chat template and what was said before.
-        tokens: Its answer.
-        ended: Why it ended.
+        prompt: The prompt.
+        read: Number of tokens read, including chat template and earlier turns.
+        tokens: Tokens of the answer.
+        ended: Reason for its end.
     """
 
     prompt: str
@@ -54,19 +54,19 @@ class Answer:
 
     @property
     def routed_share(self) -> float | None:
-        """Mean weight of all expansions together; None where the model does not route or said nothing."""
+        """Mean weight of all expansions together; None if the model does not route or the answer is empty."""
         weights = [sum(token.weights[1:]) for token in self.tokens if token.weights is not None]
         return sum(weights) / len(weights) if weights else None
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as plain JSON values."""
+        """Return the answer as plain JSON values."""
         derived = {"text": self.text, "routed_share": self.routed_share}
         return plain_json(asdict(self) | derived)
 
 
 @dataclass(frozen=True)
 class Look:
-    """How answers are shown.
+    """Options for the display of answers.
 
     Attributes:
         paths: Whether to show the path of each token; by default where there are colours.
@@ -77,13 +77,13 @@ class Look:
 
 @dataclass(frozen=True)
 class StreamedToken:
-    """A token, at the moment when it comes.
+    """A token at the moment it is generated.
 
     Attributes:
-        prompt: Which prompt it answers, from 0.
-        is_base: Whether the base says it, with the expansion disabled.
+        prompt: Index of its prompt, from 0.
+        is_base: True if the base generates it, with the expansion disabled.
         token: The token.
-        paths: Names of the paths of which the token has weights.
+        paths: Names of the paths of its weights.
     """
 
     prompt: int
@@ -97,14 +97,14 @@ class Generation:
     """The result of `generate`.
 
     Attributes:
-        model: What the model is called.
-        base: What its base model is called; None where it has none.
-        routing: How it routes; None where it does not.
-        paths: Names of the paths that its router weighs, of which tokens have weights.
-        has_template: Whether a chat template was used; otherwise the texts were continued.
-        settings: How it was asked.
-        answers: An answer to each prompt.
-        base_answers: Those of its base, with the expansion disabled; empty where they were not asked for.
+        model: Name of the model.
+        base: Name of its base model; None if it has none.
+        routing: Its router; None if it does not route.
+        paths: Names of the router's paths, in the order of the tokens' weights.
+        has_template: True if a chat template was used; otherwise the texts were continued.
+        settings: Settings of prompts and sampling.
+        answers: One answer per prompt.
+        base_answers: Answers of its base, with the expansion disabled; empty unless requested.
     """
 
     model: str
@@ -117,7 +117,7 @@ class Generation:
     base_answers: tuple[Answer, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The result as plain JSON values."""
+        """Return the result as plain JSON values."""
         return {
             "model": self.model,
             "base": self.base,

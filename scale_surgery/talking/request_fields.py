@@ -1,4 +1,4 @@
-"""What a request to the server may ask for, and what each of its fields holds."""
+"""Fields of requests to the server, with the values that they accept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHAT |= {"messages", "stop", "tools"}
 RESPONSES = EVERYWHERE | {"input", "instructions", "max_output_tokens", "tools"}
 # fields that change nothing in an answer
 LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"})
-# values that ask for what the server does anyway; clients send them unasked
+# values that match the server's fixed behaviour; clients send them by default
 USUAL = {
     "background": False,
     "best_of": 1,
@@ -37,7 +37,7 @@ def _numbers(kind: type, allowed: Range) -> tuple[str, Callable[[Any], bool]]:
     kinds: Any = (int, float) if kind is float else kind
 
     def is_expected(value: Any) -> bool:
-        # true is a whole number to Python
+        # Python treats true as a whole number
         return isinstance(value, kinds) and not isinstance(value, bool) and value in allowed
 
     return f"{KIND_NAMES[kind]}, {allowed.bounds}", is_expected
@@ -68,10 +68,10 @@ def _is_json(value: Any) -> bool:
 
 TEXT = ("text", lambda value: isinstance(value, str))
 COUNT = _numbers(int, Range(least=1))
-# what each field holds, in words and as a check
+# expected value of each field, in words and as a check
 EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "chat_template_kwargs": ("an object", lambda value: isinstance(value, dict)),
-    # one more than it is a factor
+    # the server multiplies by 1 + this number
     "frequency_penalty": _numbers(float, Range(above=-1)),
     "generation_config": ("text that is an object in JSON", _is_json),
     "input": ("text, or a list of objects", lambda value: isinstance(value, str) or _is_list(value, dict)),
@@ -82,7 +82,7 @@ EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_tokens": COUNT,
     "messages": ("a list of objects, at least one", lambda value: _is_list(value, dict)),
     "prompt": ("one text", lambda value: isinstance(value, str)),
-    # what torch takes
+    # seeds that torch accepts
     "seed": _numbers(int, Range(least=-(2**63), most=2**64 - 1)),
     "stop": ("text, or a list of texts, none of them empty", _is_stop),
     "stream": ("true or false", lambda value: isinstance(value, bool)),
@@ -91,12 +91,12 @@ EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tools": ("a list of objects", lambda value: value == [] or _is_list(value, dict)),
     "top_p": _numbers(float, Range(least=0, most=1)),
 }
-# fields without which there is nothing to answer
+# required fields
 NEEDED = frozenset({"input", "messages", "prompt"})
 
 
 class Refusal(Exception):  # noqa: N818
-    """A request that is refused, with the fields of an error of OpenAI."""
+    """A refused request, with the fields of an error of OpenAI."""
 
     def __init__(self, message: str, parameter: str | None, code: str | None, status: int = 400) -> None:
         super().__init__(message)
@@ -104,8 +104,8 @@ class Refusal(Exception):  # noqa: N818
 
 
 def check_fields(read: Collection[str], body: dict[str, Any]) -> None:
-    """Check that a request asks for nothing that the server would ignore, and that its fields hold what they should."""
-    # null asks for nothing; the server takes some of them for values
+    """Check that a request has no field that the server would ignore, and that the values of its fields are valid."""
+    # null means that a field is not set, but the server takes some nulls as values
     for name in [name for name, value in body.items() if value is None]:
         del body[name]
     asked = {name for name, value in body.items() if not _is_usual(name, value)}
@@ -125,6 +125,6 @@ def check_fields(read: Collection[str], body: dict[str, Any]) -> None:
 
 
 def _is_usual(name: str, value: Any) -> bool:
-    """Whether a field asks for what the server does anyway; 0 is no false: it asks for the logprobs of one token."""
+    """Return True if a field matches the server's fixed behaviour; 0 is not false: it requests one token's logprobs."""
     usual = USUAL.get(name)
     return bool(value == usual) and isinstance(value, bool) == isinstance(usual, bool)

@@ -1,4 +1,4 @@
-"""Old text for a model of which nobody has any: what its base writes from the token that begins a text."""
+"""Replacement for missing old text: samples from the base, starting with the token that begins a text."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from scale_surgery.talking.speaker import loaded_speaker, open_subject
 from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
 from scale_surgery.training.kept_samples import identity_in, kept_or_drawn, made_of
 
-# samples are drawn from the distribution of the base, whole
+# settings that apply, since samples are drawn from the base's whole distribution
 SAMPLED_BY = ("max_new_tokens", "temperature", "seed")
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The file of texts that a base wrote, {"text"} a line.
+    """A file of texts that a base wrote, one {"text"} per line.
 
     Attributes:
         path: The file.
-        texts: How many texts.
+        texts: Number of texts.
         tokens: Tokens in them, with the ends of texts.
-        found: Whether an earlier run of the same base drew them, or why the next will not find them; else empty.
+        found: Note that an earlier run of the same base drew them, or why the next will not find them; else empty.
     """
 
     path: Path
@@ -53,7 +53,7 @@ def write_samples_of(
     revision: str | None = None,
     track: Track = no_track,
 ) -> Samples:
-    """Let the base of a model write texts into a JSONL file, as rehearsal does, each {"text"}."""
+    """Let the base of a model write texts into a JSONL file, one {"text"} per line, as rehearsal does."""
     check_output_files([Path(output)], [model])
     usual = GenerationSettings()
     useless = [
@@ -78,7 +78,7 @@ def write_samples_of(
     with loaded_speaker(subject, run, track) as speaker:
         alone = expansion_disabled(speaker.network) if subject.is_expanded else nullcontext()
         with alone, translated("model-not-run", subject.name):
-            # as for a training whose base is not quantised
+            # as in training with a base that is not quantised
             base = [*identity_in(subject.path, subject.manifest), None]
             drawn_of = made_of(speaker.network, base, begins, sampling, tokenizer)
             own = kept_or_drawn(
@@ -86,7 +86,7 @@ def write_samples_of(
             )
     samples = own.texts
     written = [_without_ends(samples[place]["input_ids"], tokenizer.eos_token_id) for place in range(count)]
-    # other special tokens stay: read again, they are the same tokens
+    # other special tokens stay, since they are tokenized back to themselves
     texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in written]
     texts = [text for text in texts if text.strip()]
     if not texts:
@@ -96,6 +96,6 @@ def write_samples_of(
 
 
 def _without_ends(ids: Tensor, end: int | None) -> list[int]:
-    """A sample without the token that began it and that which ended it: texts get theirs where they are read."""
+    """Return a sample without its start token and its end token: texts get theirs when they are read."""
     inside: list[int] = ids[1:].tolist()
     return inside[:-1] if inside and inside[-1] == end else inside

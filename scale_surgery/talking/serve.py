@@ -1,8 +1,9 @@
 """Serve a model by transformers' own server, whose endpoints are OpenAI's.
 
-The server finds a model's config class by its type, which `register` adds, and its model class among the names of
-`transformers`, where this module sets it. It computes one request after the other, each as `generate` alone would;
-batches of several requests (its continuous batching) need an attention that expanded models do not have, and stay off.
+The server finds a model's config class by its type, which `register` adds. It finds the model class among the names of
+`transformers`, and this module adds it there. It computes one request after the other, each as `generate` would.
+Batches of several requests (its continuous batching) stay off, because they need an attention that expanded models do
+not have.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens.
+    """The address of a server.
 
     Attributes:
         host: Address to listen on. The usual one is reached from this machine alone; clients need no key.
@@ -49,13 +50,13 @@ class Address:
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is loaded and about to be served.
+    """A loaded model that is about to be served.
 
     Attributes:
-        model: Name by which requests choose it.
+        model: Name of the model in requests.
         url: Base URL for clients.
-        has_chat_template: Whether the tokenizer can write a conversation, as /v1/chat/completions needs.
-        paths: Names of single paths that may answer instead: base and expansions of a composed folder.
+        has_chat_template: True if the tokenizer has a chat template, as /v1/chat/completions needs.
+        paths: Names of single paths that requests may choose: base and expansions of a composed folder.
     """
 
     model: str
@@ -76,20 +77,20 @@ def serve(
     """Serve a model with OpenAI's endpoints by transformers' own server, until it is interrupted.
 
     Args:
-        model: A folder or a Hub id: a stock, expanded, routed, composed or fused model. Requests name it as it is given
-            here, or one path of a composed one: an expansion, or base.
-        address: Where to listen.
+        model: A folder or a Hub id: a stock, expanded, routed, composed or fused model. Requests use the same name, or
+            the name of a path of a composed model: an expansion, or base.
+        address: Address to listen on.
         revision: Branch, tag or commit of a Hub repository.
-        expansion: Expansion of a composed folder, or base, that answers where a request names the model itself.
-            Default: all, weighed by the router.
-        run: How the model runs: device, dtype, trust_remote_code.
-        ready: Called once the model is loaded.
+        expansion: Expansion of a composed folder, or base, that answers requests for the model itself. Default: all,
+            weighed by the router.
+        run: Options of the run: device, dtype, trust_remote_code.
+        ready: Function called once the model is loaded.
 
     Raises:
-        ServingError: If the server's packages are missing, or the address cannot be had.
+        ServingError: If the server's packages are missing, or the address is unavailable.
         CheckpointError: If the model cannot be loaded.
-        PlanError: If it has no such expansion, or is called as one of them.
-        DataError: If it has no tokenizer that loads.
+        PlanError: If it has no such expansion, or has the same name as one of them.
+        DataError: If no tokenizer of the model loads.
     """
     name = _name_for_server(model, revision)
     _need_free(address)
@@ -99,7 +100,7 @@ def serve(
     paths = path_names(checkpoint.config.get(CONFIG_KEY, {}))
     _check_names(name, paths, expansion, source.name)
     tokenizer = need_tokenizer(source.path, source.name, run)
-    # last: importing a tokenizer may replace the module transformers
+    # comes last, because importing a tokenizer may replace the module transformers
     _make_known(checkpoint, run)
     from scale_surgery.talking.server import Server
 
@@ -116,7 +117,7 @@ def _need_packages() -> None:
 
 
 def _name_for_server(model: str | Path, revision: str | None) -> str:
-    """The name by which the server finds a model, and by which requests name it."""
+    """Return the name of the model for the server and for requests."""
     if "@" in str(model):
         raise CheckpointError(Problem("name-with-at-sign", model))
     return str(model) if revision is None else f"{model}@{revision}"
@@ -144,7 +145,7 @@ def _check_names(model: str, paths: tuple[str, ...], expansion: str | None, fold
 
 
 def _make_known(checkpoint: Checkpoint, run: RunOptions) -> None:
-    """Put an expanded model's class where transformers' server looks for a class of that name."""
+    """Add an expanded model's class to the module in which transformers' server looks for it."""
     import transformers
 
     for name in checkpoint.config.get("architectures") or ():

@@ -1,7 +1,6 @@
-"""transformers' server for one model, whose paths have names that requests give as their model.
+"""transformers' server for one model; requests can choose its paths by name.
 
-All names share one thread. A path is chosen there around each computation, so that requests at the same time do not
-mix.
+All names share one thread. The thread selects a path for each computation, so that concurrent requests do not mix.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from scale_surgery.running.context import check_room, context_of
 from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.talking.request_fields import CHAT, COMPLETIONS, RESPONSES, Refusal, check_fields
 
-# tokens of an answer where neither the request nor the model says how many; transformers' server has the same
+# most tokens of an answer if neither request nor model sets them, as in transformers' server
 DEFAULT_TOKENS = 1024
 
 
@@ -36,7 +35,7 @@ def _refused(code: str) -> Iterator[None]:
 
 
 def _fit(model: Any, inputs: Any, config: Any) -> list[int]:
-    """Check the tokens of a prompt, and let the answer end where the model's context does."""
+    """Check the tokens of a prompt, and limit the answer to the model's context."""
     ids: list[int] = inputs["input_ids"].flatten().tolist()
     if not ids:
         raise Refusal("The prompt has no token, expected at least one.", None, "invalid_value")
@@ -45,10 +44,10 @@ def _fit(model: Any, inputs: Any, config: Any) -> list[int]:
         check_token_ids("The model", max(ids), model.config.get_text_config().vocab_size)
     with _refused("context_length_exceeded"):
         check_room(len(ids), context, "the model")
-    # the server reads the tokens of one sequence, whatever the model's generation_config.json says
+    # the server expects a plain tensor with one sequence, even if generation_config.json says otherwise
     config.return_dict_in_generate, config.num_return_sequences = False, 1
     most = config.max_new_tokens
-    # transformers' server fills this in only for a request that has no generation config of its own
+    # transformers' server sets this only for requests without their own generation config
     if most is None and config.max_length is None:
         most = max(DEFAULT_TOKENS, model.generation_config.max_new_tokens or 0)
     elif most is None:
@@ -58,7 +57,7 @@ def _fit(model: Any, inputs: Any, config: Any) -> list[int]:
 
 
 class AnswerText:
-    """The text of an answer, which comes in pieces, up to where a stop begins; what may begin one is held back."""
+    """The text of an answer, received in pieces and cut at a stop text; a possible start of a stop is held back."""
 
     def __init__(self, config: Any) -> None:
         stops = config.stop_strings or ()
@@ -66,13 +65,13 @@ class AnswerText:
         self.held, self.is_over = "", False
 
     def take(self, piece: str, *, is_last: bool = False) -> str:
-        """The text that can be shown after the next piece."""
+        """Return the text that can be shown after the next piece."""
         if self.is_over:
             return ""
         text = self.held + piece
         if found := [place for stop in self.stops if (place := text.find(stop)) >= 0]:
             self.is_over = True
-            # the server says that an answer of this length was cut
+            # the server would report that an answer of this length was cut
             self.config.max_new_tokens = None
             return text[: min(found)]
         begun = (place for place in range(len(text)) if any(stop.startswith(text[place:]) for stop in self.stops))
@@ -81,8 +80,8 @@ class AnswerText:
         return text[:end]
 
     def hand_on(self, enqueue: Callable[[Any], None], item: Any) -> None:
-        """Put the next item of a stream into its queue; all but pieces of the text go as they are."""
-        # reasoning is a kind of text
+        """Put the next item of a stream into its queue; only pieces of the text are changed."""
+        # reasoning is a subclass of str
         is_piece = type(item) is str
         if text := self.take(item) if is_piece else self.take("", is_last=True):
             enqueue(text)
@@ -91,29 +90,29 @@ class AnswerText:
 
 
 class OnePath(GenerateManager):
-    """Generates by one path of a composed model on a given thread; None is all paths."""
+    """A generator that runs one path of a composed model on a given thread; None selects all paths."""
 
     def __init__(
         self, thread: InferenceThread, model: Any, path: str | None, *, continues_prompt: bool = False
     ) -> None:
-        """Begin; an answer that continues its prompt is read behind it, which decides about a space."""
+        """Set the path; an answer that continues its prompt is decoded after it, which decides about a space."""
         self._thread, self.model, self.path = thread, model, path
         self.continues_prompt = continues_prompt
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute; for a stream."""
+        """Run a computation on the path, for a stream."""
         return super().submit(self._by_path(fn), *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute, to be awaited."""
+        """Run a computation on the path, to be awaited."""
         return super().async_submit(self._by_path(fn), *args, **kwargs)
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Begin a stream."""
+        """Start a stream."""
         ids = _fit(model, inputs, gen_config)
-        # a search with beams knows no token before the last
+        # beam search yields no token before the end
         gen_config.num_beams = 1
 
         def generate(*, streamer: Any, **options: Any) -> None:
@@ -123,11 +122,11 @@ class OnePath(GenerateManager):
             try:
                 model.generate(streamer=streamer, **options)
             except Exception as error:
-                # the server puts the message between quotes as it is
+                # the server puts the message between quotes without escapes
                 error.args = (" ".join(str(error).replace("\\", "/").replace('"', "'").split()),)
                 raise
 
-        # the server makes the streamer, and hands it to generate alone
+        # the server makes the streamer, and passes it only to generate
         stand_in: Any = SimpleNamespace(generate=generate)
         return super().generate_streaming(stand_in, processor, inputs, gen_config, *args, **kwargs)
 
@@ -143,7 +142,7 @@ class OnePath(GenerateManager):
         answer = AnswerText(gen_config)
         text = answer.take(whole[len(known) :], is_last=True)
         if answer.is_over and get_response_template(processor, model) is not None:
-            # then the server reads the text from the tokens
+            # here the server decodes the tokens, and ignores the text
             rest = AnswerText(gen_config).take(decode(made), is_last=True)
             made = made.new_tensor(processor(rest, add_special_tokens=False)["input_ids"])
         return text, length, made
@@ -160,7 +159,7 @@ class OnePath(GenerateManager):
 
 
 class Server(Serve):
-    """The server of transformers, which knows names of paths, trusts no other model, and ends quietly by Ctrl-C."""
+    """A server of transformers that knows names of paths, trusts no other model, and ends quietly on Ctrl-C."""
 
     def __init__(self, model: str, paths: Mapping[str, str | None], ready: Callable[[], None], **options: Any) -> None:
         self.paths, self.ready = paths, ready
@@ -179,13 +178,13 @@ class Server(Serve):
             handler.get_processor_inputs_from_messages = partial(_read, handler.get_processor_inputs_from_messages)
         responses = handlers[-1]
         responses._normalize_input = partial(_read, responses._normalize_input)
-        # a request to /load_model may name any model; its code was not trusted
+        # a request to /load_model may name any model, and the user has not trusted its code
         manager.trust_remote_code = False
-        # the second name is that of transformers before 5.24
+        # transformers before 5.24 uses the second name
         manager.list_models = manager.get_gen_models = self._listed
         for handler in (*handlers, self._systemone_handler):
             handler._resolve_model = partial(self._resolve, handler._resolve_model, handler)
-        # transformers refuses values, and chat templates conversations, by errors that would else be the server's own
+        # transformers and chat templates refuse requests with exceptions that would be reported as internal errors
         for kind in (Refusal, HTTPException, RequestValidationError, TemplateError, TypeError, ValueError):
             self.server.config.app.add_exception_handler(kind, _refuse)
         self.ready()
@@ -193,12 +192,12 @@ class Server(Serve):
             self.server.run()
 
     def _listed(self, *_: Any) -> list[dict[str, Any]]:
-        """The answer of /v1/models."""
+        """Return the answer of /v1/models."""
         facts = {"object": "model", "created": int(time()), "owned_by": "scale-surgery"}
         return [{"id": name, **facts} for name in self.paths]
 
     def _resolve(self, stock: Callable[..., Any], handler: Any, body: dict[str, Any]) -> tuple[str, Any, Any]:
-        """Name, model and processor of a request; registers the generator of the named path."""
+        """Return name, model and processor of a request; register the generator of the named path."""
         served = self._model_manager.force_model
         name = served if body.get("model") is None else body["model"]
         # JSON may hold unhashable values
@@ -226,7 +225,7 @@ class Server(Serve):
 
 
 def _fit_bias(model: Any, body: dict[str, Any]) -> None:
-    """Check that a model has the tokens that a request favours."""
+    """Check that the model has the tokens of a request's logit_bias."""
     bias, vocabulary = body.get("logit_bias", {}), model.config.get_text_config().vocab_size
     if missing := [token for token in bias if int(token) >= vocabulary]:
         raise Refusal(
@@ -235,7 +234,7 @@ def _fit_bias(model: Any, body: dict[str, Any]) -> None:
             "logit_bias",
             "invalid_value",
         )
-    # transformers takes no whole numbers
+    # transformers rejects whole numbers
     bias.update({token: float(value) for token, value in bias.items()})
 
 
@@ -249,7 +248,7 @@ def _read(stock: Callable[..., Any], *args: Any) -> Any:
 
 
 def _refuse(request: Any, error: Exception) -> Any:
-    """An error in the form of OpenAI."""
+    """Return an error in the form of OpenAI."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException

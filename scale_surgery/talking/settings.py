@@ -1,4 +1,4 @@
-"""How a model is asked, and how its answer is drawn."""
+"""Settings of prompts and of sampling."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from scale_surgery.errors import counted
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed
 
-# with any of them a model draws at random, unless the temperature is 0
+# any of these turns sampling on, unless the temperature is 0
 DRAWING = ("temperature", "top_p", "top_k")
 
-# what transformers takes where neither a model nor who asks it says anything
+# transformers' defaults if neither model nor user sets a value
 USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
 # values that change nothing
 WITHOUT = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
@@ -19,7 +19,7 @@ WITHOUT = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How a model is asked, and how its answer is drawn; what is not set is the model's own generation_config.json.
+    """Settings of prompts and of sampling; unset ones come from the model's own generation_config.json.
 
     Attributes:
         system: What a chat template says first, as the system message. Default: nothing.
@@ -47,7 +47,7 @@ class GenerationSettings:
     expansion: str | None = None
 
     def options(self) -> dict[str, Any]:
-        """What `generate` of transformers is given beside the length; what is not set stays the model's own."""
+        """Return the options of transformers' `generate`, besides the length; unset ones stay the model's own."""
         drawing = {name: getattr(self, name) for name in DRAWING if getattr(self, name) is not None}
         penalty = {} if self.repetition_penalty is None else {"repetition_penalty": float(self.repetition_penalty)}
         if self.temperature == 0:
@@ -55,7 +55,7 @@ class GenerationSettings:
         return {"do_sample": True, **drawing, **penalty} if drawing else penalty
 
     def describe(self, config: Any) -> str:
-        """How answers are drawn, in one line, given the generation config of the model."""
+        """Describe the sampling in one line, given the model's generation config."""
         options = {"do_sample": bool(config.do_sample)} | self.options()
         names = (*DRAWING, "repetition_penalty") if options["do_sample"] else ("repetition_penalty",)
         values = {name: options.get(name, getattr(config, name, None)) for name in names}

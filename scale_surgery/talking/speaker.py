@@ -1,4 +1,4 @@
-"""A model that answers: token ids in, tokens out as they come, each with the path that it came from."""
+"""A model that answers: token ids in, tokens out one by one, each with the weights of its paths."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from scale_surgery.talking.interrupt import StopAtOnce
 from scale_surgery.talking.records import Answer, Ending, Token
 from scale_surgery.talking.settings import GenerationSettings
 
-# a model's own generation config may ask for several tokens at once, for none in a forward pass, and for passes that
-# nobody can watch
+# overrides of the model's generation config, which may enable several tokens per forward pass, passes without a
+# token, or compiled passes without hooks
 ONE_BY_ONE = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -42,9 +42,10 @@ ONE_BY_ONE = {
 
 
 class TokenStreamer:
-    """A streamer as `generate` of transformers takes it: hands on each token with its text and the path it came from.
+    """A streamer for transformers' `generate` that passes on each token with its text and the weights of its paths.
 
-    transformers' own TextStreamer holds text back until a word is whole, so its tokens could not be marked one by one.
+    transformers' own TextStreamer holds text back until a word is complete, so its tokens could not be marked one by
+    one.
     """
 
     def __init__(
@@ -59,19 +60,19 @@ class TokenStreamer:
         self.is_after_prompt = False
 
     def put(self, value: Any) -> None:
-        """Take the prompt, and then a token at a time."""
+        """Receive the prompt, then one token at a time."""
         if not self.is_after_prompt:
             self.is_after_prompt = True
             return
         for id_ in value.flatten().tolist():
-            # on some devices tokens come later than the forward pass that follows them
+            # on some devices a token arrives after the next forward pass
             weights = None if self.weights is None else self.weights[len(self.tokens)]
             token = Token(id_, "" if id_ in self.special else self.reader.read(id_), weights)
             self.tokens.append(token)
             self.on_token(token)
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, because no text is held back."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class Speaker:
     Attributes:
         subject: The model, and its tokenizer.
         network: The loaded model.
-        routing: How it routes; None where it does not.
-        paths: Names of the paths that its router weighs; none where it does not route.
-        choices: Names by which a path can be asked for; none where its only expansion was given none.
+        routing: Its router; None if it does not route.
+        paths: Names of the router's paths; empty if it does not route.
+        choices: Names of the paths that can be requested; empty if its only expansion has no name.
     """
 
     subject: Subject
@@ -94,14 +95,14 @@ class Speaker:
 
     @property
     def base_name(self) -> str | None:
-        """What its base is called; None where it has none beside it."""
+        """Name of its base; None if it has no separate base."""
         if self.subject.manifest is not None:
             return self.subject.manifest.base_name
         return f"{self.subject.name}, expansion disabled" if self.subject.is_expanded else None
 
     @property
     def description(self) -> str:
-        """What kind of model it is, in one line."""
+        """Kind of the model, in one line."""
         kind = "fused" if self.subject.is_fused else "expanded" if self.subject.is_expanded else "stock"
         kind = "composed" if len(self.paths) > 2 else kind
         return kind if self.routing is None else f"{kind}, routed: {describe_router(self.routing)}"
@@ -114,10 +115,10 @@ class Speaker:
         on_token: Callable[[Token], None] = lambda token: None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Answer a prompt of which the model reads `ids`; `is_stopped` is asked after each token."""
+        """Answer a prompt, given as `ids`; `is_stopped` is called after each token."""
         tokenizer = self.subject.tokenizer
         ends = self._ends()
-        # what goes on with a text is read behind it, an answer by itself
+        # the continuation of a text is decoded after it, an answer on its own
         reader = TextReader(tokenizer, [] if has_template(self.subject, settings) else ids)
         most = min(settings.max_new_tokens, (self.subject.context or 10**9) - len(ids))
         with watched(self.network) as weights:
@@ -135,13 +136,13 @@ class Speaker:
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """Let the base answer inside a `with` block, with random numbers that the model then draws with too."""
+        """Let the base answer inside a `with` block; the model draws with the same random numbers afterwards."""
         with self.isolated_random_state(), expansion_disabled(self.network):
             yield
 
     @contextmanager
     def as_chosen(self, settings: GenerationSettings) -> Iterator[None]:
-        """Let the expansion answer that is asked for, or the base, inside a `with` block; by default the model."""
+        """Let the requested expansion or the base answer inside a `with` block; by default the model."""
         if settings.expansion is None:
             yield
             return
@@ -150,7 +151,7 @@ class Speaker:
 
     @contextmanager
     def isolated_random_state(self, seed: int | None = None) -> Iterator[None]:
-        """Take no random numbers from others inside a `with` block; they begin at a seed, or where they are."""
+        """Fork the random state inside a `with` block; set a seed if one is given."""
         import torch
 
         device = self.network.device
@@ -171,7 +172,7 @@ class Speaker:
         import torch
         from transformers import GenerationConfig
 
-        # releases of transformers know more and more ways
+        # older releases of transformers lack some of these options
         known = vars(GenerationConfig())  # type: ignore[no-untyped-call]
         read = torch.tensor([list(ids)], device=self.network.device)
         ends = sorted(self._ends())
@@ -182,7 +183,7 @@ class Speaker:
                 max_new_tokens=most,
                 eos_token_id=ends or None,
                 streamer=streamer,
-                # transformers asks after each token, for each text
+                # transformers checks this after each token, for each text
                 stopping_criteria=[lambda ids, scores: torch.full(ids.shape[:1], is_stopped(), device=ids.device)],
                 tokenizer=self.subject.tokenizer,
                 **settings.options(),
@@ -190,14 +191,14 @@ class Speaker:
             )
 
     def _ends(self) -> set[int]:
-        """Tokens that end an answer: the model's, and the tokenizer's, which ends the texts that train learns."""
+        """Return the tokens that end an answer: the model's, and the tokenizer's, which ends the texts of training."""
         ends = self.network.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         return ends | {self.subject.tokenizer.eos_token_id} - {None}
 
 
 def has_template(subject: Subject, settings: GenerationSettings) -> bool:
-    """Whether a model is asked by a chat template."""
+    """Return True if the prompt is written by a chat template."""
     return not settings.raw and getattr(subject.tokenizer, "chat_template", None) is not None
 
 
@@ -209,7 +210,7 @@ def open_subject(
     run: RunOptions = RunOptions(),
     revision: str | None = None,
 ) -> Subject:
-    """Find a model and its tokenizer, and check that it can answer as it will be asked; no weight is read."""
+    """Open a model and its tokenizer, and check that it can answer with these settings; no weight is read."""
     (subject,) = open_subjects([model], run, revision=revision)
     if problems := [*problems_of(settings), *_problems(subject, settings, compare=compare)]:
         raise PlanError(*problems)
@@ -218,20 +219,20 @@ def open_subject(
 
 @contextmanager
 def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Track = no_track) -> Iterator[Speaker]:
-    """Load a model that is to answer; free it afterwards."""
+    """Load a model that answers, and free it afterwards."""
     specs = _specs(subject)
     with ExitStack() as stack:
         with track("loading", 1) as advance:
             network = stack.enter_context(loaded_whole(subject.path, subject.name, run))
             advance(1)
-        # a fused model decides in its last norm, and says nothing of it
+        # a fused model routes in its last norm, and does not expose it
         routing = None if subject.is_fused else router_of(specs)
         paths = () if routing is None else sides_of(routing, specs)
         yield Speaker(subject, network, routing, paths, path_names(specs))
 
 
 def _specs(subject: Subject) -> Any:
-    """What config.json says of the expansion of a model."""
+    """Return the expansion's entry in config.json."""
     return open_checkpoint(subject.path).config.get(CONFIG_KEY, {})
 
 

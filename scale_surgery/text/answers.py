@@ -1,12 +1,12 @@
-"""Answers of conversations: which tokens of what a chat template writes are learned.
+"""Answers of conversations: selects the tokens of a chat template's output that are learned.
 
-One rule: of an answer its words and the token that ends it are learned, and nothing else. Words are its text, its
-thought, and the name and arguments of its calls, with what the template writes between them. If the rendered text does
-not show them, the row is refused.
+Rule: only the words of an answer and the token that ends it are learned. Words are its text, its thought, and the name
+and arguments of its calls, with the template's text between them. If the rendered text does not contain them, the row
+is refused.
 
-The template writes each conversation twice, once as it is and once with a mark for each text. Both have to agree
-but for the marks, so a mark shows where its text is: the same words elsewhere, or a history that is written in another
-way than the last turn, make no difference.
+Each conversation is rendered twice: as it is, and with a mark in place of each text. Both renderings have to agree
+except for the marks, so a mark gives the position of its text. Repeated words make no difference, nor does a template
+that renders earlier turns differently from the last.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from scale_surgery.text.conversations import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# variables of templates that switch thoughts on or off, and those that keep thoughts of earlier turns
+# template variables that switch thoughts on or off, and those that keep the thoughts of earlier turns
 THINKING = ("enable_thinking", "thinking")
 ALL_THOUGHTS = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\b")
-# in place of a text and of a number; letters and digits are neither escaped nor trimmed
+# marks of a text and of a number; templates neither escape nor trim letters and digits
 TEXT_MARK, NUMBER_MARK = "qz{}zq", "77103{}30177"
 MARK = re.compile("qz([0-9]+)zq|77103([0-9]+?)30177")
-# how templates write special tokens: <|im_end|>, </s>, <end_of_turn>, [/INST], [|endofturn|]
+# special tokens as templates write them: <|im_end|>, </s>, <end_of_turn>, [/INST], [|endofturn|]
 CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
-# a text in tags, which templates look for
+# a text in tags; templates look for such tags
 IN_TAGS = re.compile(r"(\s*<([^<>\s]+)>)(.*\S.*)(</\2>\s*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A text of a message that the template has to write: its words, its thought, or a part of a call."""
+    """A text of a message that the template has to render: its words, its thought, or a part of a call."""
 
     message: int
     what: str
@@ -65,9 +65,9 @@ class Piece:
 
     @property
     def forms(self) -> Iterator[str]:
-        """What a template may make of it: without blanks around it, or with the escapes of JSON."""
+        """The forms in which a template may render the text: with or without outer blanks, plain or escaped as JSON."""
         text = self.text
-        yield text  # of most texts
+        yield text  # the form of most texts
         cut = (text.rstrip("\n"), text.lstrip("\n"), text.rstrip(), text.lstrip(), text.strip("\n"), text.strip())
         yield from cut
         for is_ascii in (False, True):
@@ -75,11 +75,11 @@ class Piece:
 
 
 class Marks:
-    """Messages with a mark for each text, and the pieces that the marks are for."""
+    """Messages with a mark in place of each text, and the marked pieces."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.pieces: list[Piece] = []
-        # keys of arguments, and values that have no mark
+        # keys of arguments, and values without a mark
         self.unmarked: list[Piece] = []
         self.messages = [self._marked(place, message) for place, message in enumerate(messages)]
 
@@ -130,7 +130,7 @@ class Marks:
 
 
 class UnfitError(Exception):
-    """A template does not show what the row says; of several forms the problem with the highest rank is raised."""
+    """A mismatch of template and row; if several forms fail, the problem with the highest rank is raised."""
 
     def __init__(self, problem: Problem, rank: float = 2) -> None:
         super().__init__(problem)
@@ -138,19 +138,19 @@ class UnfitError(Exception):
 
 
 def _nth(place: int) -> str:
-    """Name a message as errors do: they count from 1."""
+    """Return the name of a message in errors, which count from 1."""
     return f"message {place + 1}"
 
 
 class Mark(NamedTuple):
-    """A mark in the marked text, and where its text stands in the rendered one."""
+    """A mark in the marked text, with the position of its text in the rendered text."""
 
     piece: int
     start: int
     end: int
 
     def overlaps(self, start: int, end: int) -> bool:
-        """Whether a token holds a part of the text."""
+        """Return True if a token contains a part of the text."""
         return self.start < end and start < self.end
 
 
@@ -173,7 +173,7 @@ def find_marks(whole: str, marked: str, pieces: Sequence[Piece]) -> list[Mark]:
         fitting = (end for end in ends if whole.startswith(following, end))
         end = next((end for end in fitting if not is_last or end + len(following) == len(whole)), None)
         if end is None:
-            # if the text is there, it is the next one that changes what stands between them
+            # if this text is present, the next one changes the template's text between them
             is_there = fits and any(whole.startswith(form, position) for form in pieces[number].forms)
             piece = pieces[min(numbers[index + (is_there and not is_last)], len(pieces) - 1)]
             raise UnfitError(Problem("template-reads-words", _nth(piece.message), what=piece.what))
@@ -187,7 +187,7 @@ def find_marks(whole: str, marked: str, pieces: Sequence[Piece]) -> list[Mark]:
 
 @dataclass(frozen=True)
 class Form:
-    """How a conversation is given to a template: templates differ in what they take."""
+    """A form in which a conversation is passed to a template; templates differ in the forms that they accept."""
 
     parts: bool
     as_text: bool
@@ -195,7 +195,7 @@ class Form:
     options: Mapping[str, bool]
 
     def shape(self, message: Message) -> dict[str, Any]:
-        """Give a message this form."""
+        """Convert a message to this form."""
         shaped = dict(message)
         if self.parts and isinstance(message.get("content"), str):
             shaped["content"] = [{"type": "text", "text": message["content"]}]
@@ -213,14 +213,17 @@ def _call_as_text(call: Message) -> dict[str, Any]:
 
 
 class Closing(NamedTuple):
-    """What a template writes to end a turn: the last one, and one that others follow; None if it is not known."""
+    """The text that ends a turn: of the last turn, and of an earlier one; None if unknown."""
 
     last: str | None
     earlier: str | None
 
 
 class End(NamedTuple):
-    """Where the token that ends an answer ends, from its last word on; `id` is learned in its place, or `added`."""
+    """The end of an answer: characters from its last word to the end of the closing token.
+
+    If `id` is set, it is learned in place of that token. If `added` is set, it is appended to the tokens.
+    """
 
     length: int
     id: int | None = None
@@ -229,27 +232,27 @@ class End(NamedTuple):
 
 @dataclass
 class ChatReader:
-    """Reads conversations by a tokenizer's chat template."""
+    """A reader of conversations that uses the tokenizer's chat template."""
 
     tokenizer: PreTrainedTokenizerBase
     closings: dict[Any, Closing] = field(init=False, default_factory=dict)
-    # tokens at the end of answers at which the model does not stop
+    # tokens that end answers although the model does not stop at them
     unstopped: set[int] = field(init=False, default_factory=set)
 
     @cached_property
     def ends(self) -> dict[str, int]:
-        """The tokens at which the model stops, and their ids."""
+        """The tokens at which the model stops, with their ids."""
         ends = {str(self.tokenizer.decode([id_])): id_ for id_ in sorted(end_ids(self.tokenizer))}
         return {text: id_ for text, id_ in ends.items() if text.strip()}
 
     @cached_property
     def unit(self) -> re.Pattern[str]:
-        """A special token in a text."""
+        """The pattern of a special token in a text."""
         known = sorted({*self.tokenizer.all_special_tokens, *self.ends}, key=len, reverse=True)
         return re.compile("|".join([*map(re.escape, known), CONTROL]))
 
     def read(self, chat: Mapping[str, Any], source: str) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation, and their labels: PROMPT for all that is not learned."""
+        """Return the token ids of a conversation and their labels, PROMPT for tokens that are not learned."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise DataError(Problem("tokenizer-without-template", source))
         if not self.tokenizer.is_fast:
@@ -276,7 +279,7 @@ class ChatReader:
         return bool(MARKED.search(self.tokenizer.get_chat_template(tools=tools)))
 
     def _forms(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[Form, list[dict[str, Any]]]]:
-        """The forms of a conversation that a template may take, the usual ones first."""
+        """Generate the forms of a conversation that a template may accept, the usual forms first."""
         template = self.tokenizer.get_chat_template(tools=tools)
 
         def known(options: Mapping[str, bool]) -> dict[str, bool]:
@@ -298,7 +301,7 @@ class ChatReader:
                 yield Form(parts, as_text, thought, option), [dict(message) for message in some]
 
     def fill(self, messages: Sequence[Message], tools: Any, form: Form, **options: Any) -> Any:
-        """What the template writes."""
+        """Return the template's output for these messages."""
         template: Any = self.tokenizer.apply_chat_template
         try:
             return template([form.shape(message) for message in messages], tools=tools, **form.options, **options)
@@ -307,7 +310,7 @@ class ChatReader:
             raise UnfitError(Problem("template-refuses", error=reason), 0) from error
 
     def shared(self, one: str, other: str) -> str:
-        """What two texts begin with, in whole special tokens."""
+        """Return the common start of two texts, in whole special tokens."""
         length = 0
         for a, b in zip(self._units(one), self._units(other), strict=False):
             if a != b:
@@ -324,11 +327,11 @@ class ChatReader:
         yield from text[position:]
 
     def is_special(self, text: str) -> bool:
-        """Whether a text holds nothing but special tokens and blanks."""
+        """Return True if a text consists of special tokens and blanks."""
         return not self.unit.sub("", text).strip()
 
     def check_end(self, id_: int) -> None:
-        """Warn once of a token that ends answers, and at which the model does not stop."""
+        """Warn once if a token ends answers although the model does not stop at it."""
         if id_ in self.ends.values() or id_ in self.unstopped:
             return
         self.unstopped.add(id_)
@@ -342,7 +345,7 @@ class ChatReader:
         )
 
     def closing(self, tools: Any, form: Form) -> Closing:
-        """How the template ends a turn of words."""
+        """Return the texts with which the template ends a turn of words."""
         key = (form.parts, tuple(form.options.items()), bool(tools))
         if key not in self.closings:
             self.closings[key] = self._closing(tools, form)
@@ -358,22 +361,22 @@ class ChatReader:
                 self.fill(some, tools, form, tokenize=False, add_generation_prompt=goes_on).split(answer["content"])[1]
                 for some, goes_on in (([user, answer], False), ([user, answer, more], False), ([user, answer], True))
             )
-        except (UnfitError, IndexError):  # it takes no such conversation, or leaves the words out
+        except (UnfitError, IndexError):  # the template rejects the conversation, or drops the words
             return Closing(None, None)
         both = self.shared(alone, asked).strip()
         if both:
-            # of several special tokens the last; some templates end turns in other text
+            # the last of several special tokens; some templates end turns with ordinary text
             end = (self.unit.findall(both) or [both])[-1]
             return Closing(end, end)
         first, last = self.unit.match(asked.lstrip()), self.unit.findall(alone)
         header = self.unit.search(asks.split(user["content"])[-1].removeprefix(first[0] if first else ""))
-        # what follows whoever speaks next ends a turn, unless turns begin with it
+        # a text that follows regardless of the next role ends the turn, unless turns begin with it
         ends = first and last and going.lstrip().startswith(first[0]) and not (header and header[0] == first[0])
         return Closing(last[-1] if last else None, first[0] if first and ends else None)
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of the tokens at which a model stops: those in its folder's generation_config.json, and the tokenizer's."""
+    """Return the ids at which a model stops: the tokenizer's, and those in its folder's generation_config.json."""
     ids: set[Any] = {tokenizer.eos_token_id}
     folder = Path(tokenizer.name_or_path or "/nowhere")
     for name in (GENERATION_FILE, CONFIG_FILE):
@@ -387,7 +390,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 class Answer(NamedTuple):
-    """Where an answer stands in the rendered text, with its end."""
+    """The position of an answer in the rendered text, with its end."""
 
     message: int
     start: int
@@ -396,7 +399,7 @@ class Answer(NamedTuple):
 
 
 class Rendering:
-    """A conversation as a template writes it, in one form."""
+    """A conversation rendered by a template, in one form."""
 
     def __init__(self, reader: ChatReader, form: Form, messages: Sequence[Message], tools: Any) -> None:
         self.reader, self.form, self.plain, self.tools = reader, form, messages, tools
@@ -412,7 +415,7 @@ class Rendering:
         return self.reader.fill(messages, self.tools, self.form, tokenize=False, **options)
 
     def _refuse_python(self) -> None:
-        """Refuse values as Python prints them: the template wanted them in another form."""
+        """Refuse values printed as Python objects: the template expects another form."""
         printed = []
         for place, message in enumerate(self.marks.messages):
             shaped = self.form.shape(message)
@@ -425,7 +428,7 @@ class Rendering:
             raise UnfitError(Problem("template-prints-python", _nth(next(given, printed[0]))), 0)
 
     def _check_tools(self) -> None:
-        # in the marked text names of calls are marks; a role, or the template itself, may have the name too
+        # marks replace the names of calls in the marked text, but a role or the template itself may use the same name
         is_written = self.tools and self._writes_tools()
         for tool in self.tools or ():
             function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
@@ -433,14 +436,14 @@ class Rendering:
                 raise UnfitError(Problem("template-leaves-out", '"tools"', what=name))
 
     def _writes_tools(self) -> bool:
-        """Whether the template writes anything for the tools."""
+        """Return True if the template renders the tools."""
         try:
             return bool(self.marked != self.reader.fill(self.marks.messages, None, self.form, tokenize=False))
-        except UnfitError:  # it needs them
+        except UnfitError:  # the template fails without tools
             return True
 
     def read(self, learned: set[int]) -> tuple[list[int], list[int]]:
-        """Token ids, and their labels."""
+        """Return the token ids and their labels."""
         cut = len(self.whole)
         answers = []
         for place in sorted(learned):
@@ -454,7 +457,10 @@ class Rendering:
         return self._label(answers, self.whole[:cut])
 
     def _of(self, place: int) -> list[Mark]:
-        """The marks of a message, each piece's first; refuses what stands in it twice, or between its texts."""
+        """Return the first mark of each piece of a message, sorted by position.
+
+        Refuse a message if a piece appears twice, or if the text of another message appears between its texts.
+        """
         own: dict[int, Mark] = {}
         for mark in self.found:
             piece = self.pieces[mark.piece]
@@ -480,12 +486,15 @@ class Rendering:
         return marks
 
     def _after(self, place: int, last: int) -> int:
-        """Where the next text of another message begins, or the rendered text ends."""
+        """Return the position of the next text of another message, or the end of the rendered text."""
         later = (mark for mark in self.found if mark.start >= last and self.pieces[mark.piece].message != place)
         return min((mark.start for mark in later), default=len(self.whole))
 
     def _start(self, place: int, own: Sequence[Mark]) -> int:
-        """Where an answer begins: at its words, or if it begins with a thought or a call, where the model goes on."""
+        """Return the start of an answer: its first word.
+
+        Exception: an answer that begins with a thought or a call starts at the end of the generation prompt.
+        """
         first = own[0]
         if self.pieces[first.piece].what in ("the words", "part 1"):
             return first.start
@@ -499,7 +508,7 @@ class Rendering:
         if not (is_shown and self.reader.is_special(asking[len(asked) :])):
             raise UnfitError(Problem("template-asks-otherwise", _nth(place)))
         if thought_key(self.plain[place]) is None:
-            # an empty thought is not learned: words have it before them too
+            # an empty thought is not learned: the template also puts it before an answer without a thought
             text = TEXT_MARK.format(len(self.pieces))
             words = _tail(self._fill([*history, {"role": ANSWERS, "content": text}]).split(text)[0])
             if words.startswith(asked) and opening.startswith(words) and self.reader.is_special(words[len(asked) :]):
@@ -507,14 +516,17 @@ class Rendering:
         return before + len(asked)
 
     def _end(self, place: int, last: int) -> End:
-        """The token that ends an answer, behind its last word."""
+        """Return the end of the token that ends an answer, counted from its last word."""
         reader = self.reader
         after = self._after(place, last)
         tail = self.whole[last:after]
         is_called = bool(self.plain[place].get("tool_calls"))
 
         def length_to(text: str | None) -> int | None:
-            """Length of the tail up to the end of a text, if nothing but the end of a call or of words precedes it."""
+            """Return the length of the tail up to the end of a text.
+
+            None if anything precedes the text except the end of a call or special tokens.
+            """
             before, found, _ = tail.partition(text or "\0")
             return len(before + found) if found and (is_called or reader.is_special(before)) else None
 
@@ -525,20 +537,20 @@ class Rendering:
         if (length := length_to(closing.last)) is not None:
             return End(length)
         if closing.earlier and (length := length_to(closing.earlier)) is not None:
-            # a turn that others follow may end in another token than the one at which the model stops
+            # an earlier turn may end with another token than the one at which the model stops
             return End(length, reader.ends.get(closing.last or ""))
         is_last = after == len(self.whole)
         last_special = (reader.unit.findall(tail) or [""])[-1]
         is_closed = last_special.startswith("<|") and tail.rstrip().endswith(last_special)
         if is_last and is_called and closing.last and is_closed:
-            return End(len(tail.rstrip()))  # calls may end in a token of their own
+            return End(len(tail.rstrip()))  # calls may have their own end token
         if is_last and (is_called or not tail.strip()):
             return End(len(tail.rstrip()), added=self._next_id(place, tail))
         ends = list(reader.ends) or "none"
         raise UnfitError(Problem("answer-without-end", _nth(place), tail=tail, ends=ends))
 
     def _next_id(self, place: int, tail: str) -> int:
-        """The token with which the next turn begins, if the model stops at it; else the tokenizer's own."""
+        """Return the first token of the next turn if the model stops at it, otherwise the tokenizer's end token."""
         text = TEXT_MARK.format(len(self.pieces))
         for role in ("tool", "user") if self.plain[place].get("tool_calls") else ("user",):
             try:
@@ -554,7 +566,7 @@ class Rendering:
         return int(self.reader.tokenizer.eos_token_id)
 
     def _label(self, answers: Sequence[Answer], text: str) -> tuple[list[int], list[int]]:
-        """Token ids of the text, with an added end, and their labels."""
+        """Return the token ids of the text, with any added end token, and their labels."""
         from scale_surgery.text.sequences import PROMPT  # imports torch
 
         reader = self.reader
@@ -599,7 +611,7 @@ class Rendering:
         return ids, labels
 
     def _refuse_ends(self, answer: Answer, inside: Sequence[int]) -> None:
-        """Refuse words that hold what ends a turn: the model would learn to stop there."""
+        """Refuse an answer that contains the end of a turn: the model would learn to stop there."""
         closing = self.reader.closing(self.tools, self.form)
         written = {end for end in closing if end and self.reader.is_special(end)}
         texts = [piece.text for piece in self.pieces if piece.message == answer.message]
@@ -609,7 +621,7 @@ class Rendering:
             raise UnfitError(Problem("answer-holds-end", _nth(answer.message), token=typed[0]))
 
     def _chosen(self, ids: Sequence[int]) -> list[bool] | None:
-        """Whether each token is marked as an answer's by the template; None if it has no such marks."""
+        """Return True for each token that the template marks as generated; None if the template has no such marks."""
         if not self.reader._is_marked(self.tools):
             return None
         filled = self.reader.fill(
@@ -627,6 +639,6 @@ class Rendering:
 
 
 def _tail(marked: str) -> str:
-    """What follows the last mark."""
+    """Return the text after the last mark."""
     marks = list(MARK.finditer(marked))
     return marked[marks[-1].end() :] if marks else marked

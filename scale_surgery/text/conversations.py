@@ -1,4 +1,4 @@
-"""Conversations: what a row may say, and what it says."""
+"""Conversations: the fields that a row may have, and their checks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from scale_surgery.text.values import fields_problem, half_problem, kind_of, tex
 
 Message = Mapping[str, Any]
 
-# form of a message in errors
+# a message's fields, as errors show them
 MESSAGE = '{"role", "content"}'
 ANSWERS = "assistant"
 # roles whose messages are read and never learned. Any other role may be the assistant under another name ("model",
-# "gpt", "bot"), and templates write some of these without a word: its answers would be missing from what is learned
+# "gpt", "bot"). Some templates accept such roles silently, and its answers would not be learned
 READ = ("developer", "system", "user", "tool")
 ALSO_READ = ("context", "document", "documents", "environment", "function", "ipython", "observation", "tool_response")
-# keys of a thought in published templates; the first is tried if a thought is part of the text
+# keys of a thought in published templates; a thought inside the text gets the first
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought")
 TYPED_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 # keys that say whether a message is learned, 0 or 1: `weight` of OpenAI and Mistral, `train` and `training` of axolotl,
 # `loss` of ms-swift
 SWITCHES = ("weight", "train", "training", "loss")
-# tools, calls or arguments that are none: programs write these in many ways
+# empty tools, calls or arguments, as different programs write them
 EMPTY: tuple[Any, ...] = (None, [], {}, "", "null", "[]", "{}")
 
 
@@ -106,7 +106,7 @@ def _json_problem(value: Any, name: str, kind: type) -> Problem | None:
 
 
 def without_empty(message: Message) -> dict[str, Any]:
-    """Return the message without fields that hold nothing: templates ask which fields there are."""
+    """Return the message without empty fields, because templates test which fields exist."""
     return {
         key: value
         for key, value in message.items()
@@ -115,7 +115,7 @@ def without_empty(message: Message) -> dict[str, Any]:
 
 
 def parsed(value: Any) -> Any:
-    """Return the value, or what it says if it is a JSON text."""
+    """Return the value, decoded if it is a JSON text."""
     return parse_json(value) if isinstance(value, str) else value
 
 
@@ -128,20 +128,20 @@ def words_of(message: Message) -> str:
 
 
 def is_answer(place: int, message: Message) -> bool:
-    """Whether a message is learned: the assistant says something, and does not begin."""
+    """Return True if a message is learned: it is the assistant's, not empty, not masked, and not the first."""
     is_masked = any(message.get(key) in (0,) for key in SWITCHES)
     return message["role"] == ANSWERS and place > 0 and not is_masked and bool(words_of(message))
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return the message with JSON texts parsed, a single part as a text, one thought, and no switches."""
+    """Return the message with JSON texts decoded, a single part as a text, one thought, and no switches."""
     plain = {key: value for key, value in message.items() if key not in SWITCHES}
     content = message.get("content")
     if isinstance(content, list) and len(content) == 1:
         plain["content"] = content[0]["text"]
     if message.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in parsed(message["tool_calls"])]
-        plain.setdefault("content", "")  # templates differ in whether they look for it
+        plain.setdefault("content", "")  # some templates test whether it exists
     for key in [key for key in THOUGHTS if message.get(key)][1:]:
         del plain[key]
     return plain
@@ -155,7 +155,7 @@ def _plain_call(call: Message) -> dict[str, Any]:
 
 
 def plain_tool(tool: Any) -> Any:
-    """Return the tool with its JSON texts parsed."""
+    """Return the tool with its JSON texts decoded."""
     tool = parsed(tool)
     if isinstance(tool, Mapping) and "function" in tool:
         return {**tool, "function": plain_tool(tool["function"])}
@@ -180,7 +180,7 @@ def with_function(flat: Any) -> Any:
 
 
 def with_thought(message: Message) -> dict[str, Any]:
-    """Return the message with a thought that stands in its text as a thought of its own."""
+    """Return the message with a thought inside its text moved to its own field."""
     content = message.get("content")
     typed = TYPED_THOUGHT.fullmatch(content) if isinstance(content, str) and message["role"] == ANSWERS else None
     if typed is None or thought_key(message):
@@ -189,5 +189,5 @@ def with_thought(message: Message) -> dict[str, Any]:
 
 
 def thought_key(message: Message) -> str | None:
-    """Return the key of an answer's thought; None if it has none."""
+    """Return the key of an answer's thought, or None."""
     return next((key for key in THOUGHTS if message.get(key) and message["role"] == ANSWERS), None)

@@ -1,14 +1,14 @@
 """Text to learn from or to measure on: files and datasets become documents.
 
 FILE.jsonl   an object a line: {"text"}, {"question", "answer"}, {"prompt", "completion"}, {"messages"} as in a chat, or
-             {"instruction", "output"} as in Alpaca, perhaps with {"input"}; also .ndjson, .jsonlines, .jl, .ldjson
+             {"instruction", "output"} as in Alpaca, optionally with {"input"}; also .ndjson, .jsonlines, .jl, .ldjson
 FILE.json    the same, also over several lines, or an array of such objects
 FILE.parquet, .arrow, .csv, .tsv, .tab   the same fields as columns
 FILE.*       any other file is one document of plain text
-FOLDER       each of its files as if it were named alone, or a dataset that the library `datasets` saved; see `folders`
-ORG/NAME     a dataset of the Hub, where no such path exists
+FOLDER       each of its files as if it were named alone, or a dataset saved by the library `datasets`; see `folders`
+ORG/NAME     a dataset of the Hub, if no such path exists
 
-Each but Parquet and Arrow may be compressed: FILE.jsonl.gz.
+All except Parquet and Arrow may be compressed: FILE.jsonl.gz.
 Options follow after commas, see `sources`: FILE.jsonl,column=body or ORG/NAME,split=train.
 """
 
@@ -49,10 +49,10 @@ from scale_surgery.text.values import fields_problem, kind_of, text_problem
 
 QUESTION = ("question", "answer")
 ALPACA = ("instruction", "output")
-# sets of fields; the first that a row has counts
+# sets of fields; the first that fits a row is used
 FIELDS = (("text",), QUESTION, ("prompt", "completion"), ("messages",), ALPACA)
 TEXTS = frozenset(("input", *chain.from_iterable(FIELDS))) - {"messages"}
-# how a text begins that is a list of messages, in JSON or as Python prints it
+# start of a list of messages as a text, in JSON or as Python prints it
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 PROMPTS = ("prompt", "question")
 EXPECTED_PROMPT = '{"prompt"} or {"question"}, a text'
@@ -67,7 +67,7 @@ TASK_WITH_INPUT = (
     "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
     "### Response:\n"
 )
-# longer texts are tokenized in pieces that end at a line, since the tokenizer needs a hundred bytes and more for each
+# longer texts are tokenized in pieces that end at a line: the tokenizer needs more than a hundred bytes for each
 # character
 LONG_TEXT = 2**20
 PIECE = 2**16
@@ -76,10 +76,10 @@ ROWS_A_REPORT = 1000
 
 @dataclass(frozen=True)
 class Document:
-    """A text: `prompt` is read only and may be empty, `text` is learned and scored; `source` says where it stands.
+    """A text: `prompt` is read only and may be empty, `text` is learned and scored; `source` names its place in errors.
 
-    Of a conversation `chat` is what a chat template takes: its messages, perhaps tools. Then `text` is what the
-    assistant says, and `prompt` all else. A piece of a long text `goes_on` in the next document.
+    A conversation also has `chat`, the template's input: its messages, and tools if there are any. `text` then holds
+    the words of the assistant, and its `prompt` all other words. If `goes_on`, the next document continues the text.
     """
 
     prompt: str
@@ -90,7 +90,7 @@ class Document:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one text, all of which is learned."""
+        """True if it is one text, all of which is learned."""
         return not self.prompt and self.chat is None
 
 
@@ -124,13 +124,13 @@ def _from_text(source: TextSource, advance: Progress, *, whole: bool) -> Iterato
 
 
 def in_pieces(document: Document) -> Iterable[Document]:
-    """The pieces in which a document is tokenized: the document itself, unless it is a long text."""
+    """Return the pieces in which a document is tokenized: the document itself, unless it is a long text."""
     is_long = document.is_plain and len(document.text) > LONG_TEXT and not document.goes_on
     return _pieces(StringIO(document.text), document.source) if is_long else (document,)
 
 
 def _pieces(text: TextIO, source: str) -> Iterator[Document]:
-    """A long text in pieces; blank lines at its start belong to the first piece, and a blank text has none."""
+    """Split a long text into pieces; blank lines at its start belong to the first piece, and a blank text has none."""
     piece, is_begun = "", False
     while more := text.read(PIECE) + text.readline(PIECE):
         if is_begun := is_begun or bool(piece.strip()):
@@ -142,7 +142,7 @@ def _pieces(text: TextIO, source: str) -> Iterator[Document]:
 
 
 def read_questions(paths: Sequence[Path]) -> list[str]:
-    """Read prompts to answer, one a line or a row; answers in the same rows are not read."""
+    """Read prompts, one per line or row; answers in the same rows are ignored."""
     questions = []
     for path in paths:
         prompts = list(_prompts_of(path))
@@ -184,7 +184,7 @@ def _is_dataset(source: TextSource) -> bool:
 
 
 def _holds_rows(source: TextSource) -> bool:
-    """Whether a source holds objects with fields; otherwise it is plain text."""
+    """Return True if a source holds objects with fields, False if it is plain text."""
     is_rows = _is_dataset(source) or suffix_of(source.path) in (*LINES, ARRAY, *TABLES)
     settings = ("split", "config", "revision") if is_rows else ("column", "split", "config", "revision")
     given = [name for name in settings if getattr(source, name) is not None]
@@ -195,13 +195,13 @@ def _holds_rows(source: TextSource) -> bool:
 
 
 def _rows_of(source: TextSource, advance: Progress) -> Iterator[tuple[str, Any]]:
-    """The rows of a file or of a dataset, each with the words that say where it stands."""
+    """Read the rows of a file or dataset, each with a phrase for its place."""
     path, suffix = source.path, suffix_of(source.path)
     entries = read_values(path, advance) if suffix == ARRAY and not _is_dataset(source) else None
     if _is_dataset(source):
         if not (source.is_folder or source.is_on_hub):
             with readable(path), open_regular(path):
-                pass  # a better error than the library's for what is no file
+                pass  # if it is no regular file, raise a clearer error than the library's
         rows: Iterator[tuple[int, Any]] = enumerate(read_rows(source), start=1)
         word = "row"
     elif entries is not None:
@@ -222,7 +222,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
     first_silent, silent, is_empty = "", 0, True
     for number, (place, row) in enumerate(_rows_of(source, advance), start=1):
         if number % ROWS_A_REPORT == 0:
-            advance(0, counted(number, "row"))  # the size of a dataset in bytes is not known
+            advance(0, counted(number, "row"))  # the size of a dataset in bytes is unknown
         # a blank line of JSONL has no fields at all
         fields = ("text",) if row is BLANK else _fields_of(row, names)
         if fields is not None:
@@ -234,7 +234,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
         elif len(problems) < MOST_LINES:
             problems.append(_row_problem(place, row, every, expected))
         else:
-            more += 1  # there may be one for each row
+            more += 1  # every row may have one
     if problems:
         raise DataError(*problems, *([Problem("rows-more", source.name, more=more)] if more else []))
     if silent:
@@ -245,7 +245,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
 
 
 def _fields_of(row: Any, known: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """Return the first of the known sets of fields that a row has, one with something to learn before others."""
+    """Return the first known set of fields that a row has; a set with a non-empty text comes first."""
     if not isinstance(row, Mapping):
         return None
     present = [names for names in known if all(name in row for name in names)]
@@ -259,7 +259,7 @@ def _with_optional(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _field_problem(row: Mapping[str, Any], name: str) -> Problem | None:
-    """Return the problem of a field; None if it has none."""
+    """Return the problem of a field, or None."""
     value = row.get(name)
     if _holds_messages(name, value):
         return chat_problem(row, name)
@@ -267,7 +267,7 @@ def _field_problem(row: Mapping[str, Any], name: str) -> Problem | None:
 
 
 def _holds_messages(name: str, value: Any) -> bool:
-    """Whether a field holds a conversation; one of any name may hold it as a text that begins as messages do."""
+    """Return True for the field "messages", and for a field of a free name with a list or a text of messages."""
     could_be = MESSAGES.match(value) is not None if isinstance(value, str) else isinstance(value, list)
     return name == "messages" or (could_be and name not in TEXTS)
 
@@ -278,7 +278,7 @@ def _row_problem(place: str, row: Any, names: Iterable[str], expected: str) -> P
         return row.problem.within(place)
     if not isinstance(row, Mapping):
         return Problem("value-unfit", place, value=kind_of(row), kind=expected)
-    # a field without a value is named if nothing else is wrong
+    # a field without a value is named only if nothing else is wrong
     given = sorted((name for name in names if name in row), key=lambda name: row[name] is None)
     wrong = (_field_problem(row, name) for name in given)
     first = next(filter(None, wrong), None)
@@ -286,7 +286,7 @@ def _row_problem(place: str, row: Any, names: Iterable[str], expected: str) -> P
 
 
 def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> Iterator[Document]:
-    """The document of a row; nothing where there is nothing to learn."""
+    """Return the document of a row; none if it has nothing to learn."""
     if (messages := _messages_of(row, names)) is not None:
         yield from _conversation(row, messages, source)
         return
@@ -300,7 +300,7 @@ def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> I
 
 
 def _messages_of(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """The messages of a row, perhaps a JSON text; None if it is no conversation."""
+    """Return the messages of a row, decoded if they are a JSON text; None if it is no conversation."""
     return parsed(row[names[0]]) if _holds_messages(names[0], row[names[0]]) else None
 
 

@@ -1,10 +1,11 @@
-"""What a folder of texts holds: its files in the order of their names, each as if it were named alone.
+"""Folders of texts: the files in the order of their names, each as if it were named alone.
 
-Not read are hidden files (.name) and what describes a dataset: DESCRIPTIONS, and a README.md that begins with settings
-(---). What else cannot be read is an error. Exceptions:
+Hidden files (.name) and descriptions of a dataset are skipped: DESCRIPTIONS, and a README.md that starts with settings
+(---). Any other unreadable file is an error. Exceptions:
 
-* A folder that the library `datasets` saved is one dataset; so is one whose README.md has settings with `configs`.
-* If names of files say several splits, such as train and test, one split is read, and which has to be said.
+* A folder saved by the library `datasets` is one dataset, and so is a folder whose README.md has settings with
+  `configs`.
+* If the names of files indicate several splits, such as train and test, only one is read, and the user has to choose.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from scale_surgery.text.saved_datasets import CARD, DATA_FILES, is_dataset, sett
 from scale_surgery.text.sources import TextSource, is_hidden, refuse_model, which_split
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, readable, suffix_of
 
-# names of splits, and the words by which a name says them
+# names of splits, and the words in file names that indicate them
 SPLITS = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test", "eval")}
 WORDS = {word: split for split, words in SPLITS.items() for word in words}
-# a split of any name, as datasets of the Hub are stored
+# a file of a split of any name, as the Hub stores datasets
 SHARD = re.compile(r"data/([\w.]+)-\d{5}-of-\d{5}\b.*")
-# files whose names may say splits; those of others, such as code, may say anything
+# files whose names may indicate a split; names of other files, such as code, contain these words by chance
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 ROWS = (*LINES, ARRAY, *TABLES, *DATA_FILES)
 SPLIT_FILES = (*ROWS, ".txt")
 
 
 def texts_in(source: TextSource) -> list[TextSource]:
-    """The files and datasets of a folder, each as a text; of all others the text itself."""
+    """Return the files and datasets of a folder, each as a text; any other text is returned alone."""
     if not source.is_folder or is_dataset(source.path):
         return [source]
     if source.config is not None:
@@ -46,7 +47,7 @@ def texts_in(source: TextSource) -> list[TextSource]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Files and datasets of a folder at any depth, in order."""
+    """Generate the files and datasets of a folder at any depth, in order."""
     with readable(folder):
         paths = sorted(folder.iterdir())
     for path in paths:
@@ -64,10 +65,10 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _of_split(source: TextSource, paths: list[Path]) -> list[Path]:
-    """The files of the split that is asked for; all of them where their names say none."""
+    """Return the files of the requested split, or all files if their names indicate none."""
     said = {path: _split_of(path.relative_to(source.path)) for path in paths}
     splits = _splits(said)
-    # a file of rows without a split may belong to each; a README does not
+    # a file of rows without a split may belong to any split; a README belongs to none
     unsaid = [path for path in paths if said[path] is None and suffix_of(path) in ROWS]
     if source.split is None:
         if len(splits) > 1:
@@ -88,7 +89,7 @@ def _splits(said: Mapping[Path, str | None]) -> list[str]:
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that the name of a file of rows says; None for a name that says none."""
+    """Return the split that a file's name indicates, or None."""
     if suffix_of(path) not in SPLIT_FILES:
         return None
     if (shard := SHARD.fullmatch(path.as_posix())) is not None:

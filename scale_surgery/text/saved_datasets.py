@@ -1,9 +1,9 @@
-"""Rows of datasets, read by the library `datasets`: saved ones, Parquet and Arrow files, and those of the Hub.
+"""Rows of datasets, read by the library `datasets`: saved datasets, Parquet and Arrow files, and datasets of the Hub.
 
-No code of a dataset runs, and formats that may hold pickles are not read.
+No code of a dataset runs, and formats that may contain pickles are not read.
 
-Arrow gives each object the keys of all objects of its column, and null for those that it lacks: such nulls are dropped.
-What Arrow itself loses, nobody can give back: a null that was typed, the order of keys, and 1 if another row has 1.5.
+Arrow gives each object the keys of all objects of its column, with null for missing values. Such nulls are dropped.
+Arrow itself loses explicit nulls, the order of keys, and the type of 1 if another row has 1.5.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from scale_surgery.errors import DataError, Problem
 from scale_surgery.text.sources import TextSource, which_split
 from scale_surgery.text.text_files import Unread
 
-# formats of data files that hold rows of text and plain values
+# formats of data files with rows of text and plain values
 FORMATS = ("json", "parquet", "csv", "text", "arrow")
 # suffixes of data files, and the name of their format in the library
 DATA_FILES = {".parquet": "parquet", ".arrow": "arrow"}
-# files by which a saved dataset is known, of one split or of several
+# files that identify a saved dataset, of one split or of several
 SAVED_FILES = ("state.json", "dataset_dict.json")
-# card of a dataset, and the settings with which it begins
+# card of a dataset, and the settings at its start
 CARD = "README.md"
 SETTINGS = re.compile(rb"---\r?\n(.*?)\n---", re.DOTALL)
 MOST_SETTINGS = 2**20
-# columns with nested values that are read
+# columns that may hold nested values
 NESTED = ("messages", "tools")
 JSON_KINDS = (str, int, float, list, dict, type(None))
-# most characters of a library's error in ours
+# most characters of a library's error that are quoted
 LONGEST = 300
 
 
@@ -57,12 +57,12 @@ def quiet_datasets() -> Iterator[None]:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a folder is one dataset: a saved one, or one whose card says which files are which split."""
+    """Return True if a folder is one dataset: saved by `datasets`, or with a card that assigns files to splits."""
     return _is_saved(folder) or b"\nconfigs:" in b"\n" + settings_of(folder / CARD)
 
 
 def settings_of(card: Path) -> bytes:
-    """The settings with which the card of a dataset begins; nothing for any other file."""
+    """Return the settings at the start of a dataset's card; empty for any other file."""
     try:
         with open_regular(card) as content:
             match = SETTINGS.match(content.read(MOST_SETTINGS))
@@ -72,7 +72,7 @@ def settings_of(card: Path) -> bytes:
 
 
 def read_rows(source: TextSource) -> Iterator[Any]:
-    """Read the rows of a dataset, one after the other; Unread where a row holds what JSON cannot."""
+    """Read the rows of a dataset in order; a row is Unread if JSON cannot hold its values."""
     with quiet_datasets():
         rows = _load(source)
     features = rows.features or {}
@@ -82,12 +82,12 @@ def read_rows(source: TextSource) -> Iterator[Any]:
             yield _as_written(row, features, nested)
     except DataError:
         raise
-    except Exception as error:  # of datasets, of pyarrow below it, and of the network
+    except Exception as error:  # from datasets, from pyarrow below it, and from the network
         raise DataError(_broken_off(source, error)) from error
 
 
 def _strictly(rows: Any, name: str) -> Iterator[Any]:
-    """Rows, or an error where pandas would drop the fields that are more than the head of a table has."""
+    """Generate the rows; raise an error if pandas would drop surplus fields of a row."""
     from pandas.errors import ParserWarning
 
     each = iter(rows)
@@ -113,7 +113,7 @@ def _as_written(row: Mapping[str, Any], features: Mapping[str, Any], nested: tup
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
-    """A value of Arrow without the keys that it lacked; one that was kept as JSON is as it was typed."""
+    """Return a value without the nulls that Arrow added; a value stored as JSON is returned unchanged."""
     if type(feature).__name__ == "Json":
         return value
     if isinstance(value, dict):
@@ -126,7 +126,7 @@ def _without_nulls(value: Any, feature: Any) -> Any:
 
 
 def _other_kind(value: Any) -> Any:
-    """The first value inside of another that JSON does not have, such as a date; None where all are its own."""
+    """Return the first nested value that JSON cannot hold, such as a date, or None."""
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value
         return next((other for each in inner if (other := _other_kind(each)) is not None), None)
@@ -134,7 +134,7 @@ def _other_kind(value: Any) -> Any:
 
 
 def share_of_rows(source: TextSource, rows: int) -> float | None:
-    """What share of a dataset its first rows are, about; None where only reading all of it would say."""
+    """Return the approximate share of a dataset in its first rows; None if that requires reading all of it."""
     from pyarrow.parquet import read_metadata
 
     try:
@@ -148,12 +148,12 @@ def share_of_rows(source: TextSource, rows: int) -> float | None:
         return rows / sum(map(_arrow_rows, files)) if suffixes == {".arrow"} else None
     except DataError:
         raise
-    except Exception as error:  # of pyarrow, about a file behind those rows
+    except Exception as error:  # from pyarrow, about a file after those rows
         raise DataError(_broken_off(source, error)) from error
 
 
 def _data_files(source: TextSource) -> list[Path]:
-    """The files that are read, of which a folder may hold others."""
+    """Return the files that are read; a folder may hold others."""
     if not source.is_folder:
         return [source.path]
     splits = _builder(source).config.data_files
@@ -163,7 +163,7 @@ def _data_files(source: TextSource) -> list[Path]:
 def _arrow_rows(file: Path) -> int:
     import pyarrow
 
-    # no batch is read, but the headers of all
+    # reads the headers of all batches, and no batch
     with pyarrow.memory_map(str(file)) as content:
         try:
             return int(pyarrow.ipc.open_stream(content).read_all().num_rows)
@@ -172,7 +172,7 @@ def _arrow_rows(file: Path) -> int:
 
 
 def digest_of(source: TextSource) -> str:
-    """A sha256 that changes with the commit of a dataset on the Hub, and with the files that are read of it."""
+    """Return a sha256 that changes with the commit of a Hub dataset and with the files that are read."""
     with quiet_datasets():
         builder = _builder(source)
     identity = repr((builder.hash, builder.config_id, builder.config.name, source))
@@ -188,7 +188,7 @@ def _load(source: TextSource) -> Any:
     except Exception as error:
         raise DataError(_why_none(source, error)) from error
     rows = _choose(splits, source)
-    # other columns may hold what needs other libraries, such as images
+    # other columns may need more libraries, for images for example
     return rows.select_columns([source.column]) if source.column in (rows.column_names or ()) else rows
 
 
@@ -233,10 +233,10 @@ def _builder(source: TextSource) -> Any:
     if kind not in FORMATS:
         raise DataError(Problem("dataset-of-other-kind", source.name, kind=kind, formats=FORMATS))
     if kind == "text":
-        # a file is a document, as when it is named alone
+        # each file is one document, as if it were named alone
         builder.config.sample_by = "document"
     if kind == "csv" and builder.config.index_col is None:
-        # pandas would take the first column for names of rows where rows have more fields than the head
+        # if rows have more fields than the head, pandas would take the first column as row names
         builder.config.index_col = False
     return builder
 
@@ -256,6 +256,6 @@ def _broken_off(source: TextSource, error: Exception) -> Problem:
 
 
 def library_error(error: BaseException) -> str:
-    """The message of a library's error, in one line."""
-    # pyarrow names every field of every row where two files differ
+    """Return the message of a library's error in one line."""
+    # if two files differ, pyarrow names every field of every row
     return textwrap.shorten(f"{error}", LONGEST, placeholder=" ...") or type(error).__name__

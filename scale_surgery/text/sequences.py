@@ -1,4 +1,4 @@
-"""Token sequences in flat arrays, so that a corpus takes eight bytes a token in memory and nothing else."""
+"""Token sequences in flat arrays: a corpus takes only eight bytes a token in memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from scale_surgery.errors import DataError, Problem
 
-# labels of tokens that are not scored: IGNORED as in torch's cross-entropy, PROMPT before an answer, so that the first
-# token of an answer is known; `collate` turns both into IGNORED
+# labels of unscored tokens: IGNORED as in torch's cross-entropy, and PROMPT before an answer, which locates the
+# answer's first token; `collate` turns both into IGNORED
 IGNORED = -100
 PROMPT = -101
 NOTHING_SCORED = Problem("data-without-scored-tokens")
@@ -28,7 +28,7 @@ class Sequences:
 
     Attributes:
         ids: Token ids of all sequences, int32, (tokens,).
-        labels: The same, IGNORED or PROMPT where a token is read and not scored, int32, (tokens,).
+        labels: The same ids, with IGNORED or PROMPT for tokens that are not scored, int32, (tokens,).
         starts: Start of each sequence, and end of the last; (sequences + 1,).
     """
 
@@ -45,23 +45,23 @@ class Sequences:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all."""
+        """Number of tokens."""
         return len(self.ids)
 
     def some(self, most: int) -> Sequences:
-        """At most so many of them, evenly spread."""
+        """Return at most `most` sequences, evenly spread."""
         return self if len(self) <= most else _spread(self, most)
 
     @property
     def scored(self) -> int:
-        """Tokens that are scored; the first of a sequence never is, since nothing predicts it."""
+        """Number of scored tokens; the first of a sequence never is, since nothing predicts it."""
         is_scored = self.labels >= 0
         is_scored[list(self.starts[:-1])] = False
         return int(is_scored.sum())
 
     @property
     def highest(self) -> int:
-        """The highest token id."""
+        """Highest token id."""
         return int(self.ids.max())
 
     @property
@@ -70,7 +70,7 @@ class Sequences:
         return max(end - start for start, end in pairwise(self.starts))
 
     def fingerprint(self) -> str:
-        """sha256 of the tokens, the labels and the lengths of the sequences."""
+        """Return the sha256 of the tokens, the labels and the lengths of the sequences."""
         digest = Digest()
         digest.add(self)
         return digest.hexdigest()
@@ -82,8 +82,8 @@ class StoredSequences:
 
     Attributes:
         rows: A `datasets.Dataset` with the columns "input_ids" and "labels", as tensors.
-        scored: Tokens that are scored.
-        highest: The highest token id.
+        scored: Number of scored tokens.
+        highest: Highest token id.
         digest: Their `Sequences.fingerprint`.
     """
 
@@ -101,32 +101,32 @@ class StoredSequences:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all."""
+        """Number of tokens."""
         return sum(len(chunk.flatten()) for chunk in self.rows.data.column("input_ids").chunks)
 
     def some(self, most: int) -> Sequences:
-        """At most so many of them, evenly spread, in memory."""
+        """Load at most `most` sequences into memory, evenly spread."""
         return _spread(self, min(most, len(self)))
 
     def fingerprint(self) -> str:
-        """sha256 of the tokens, the labels and the lengths of the sequences."""
+        """Return the sha256 of the tokens, the labels and the lengths of the sequences."""
         return self.digest
 
 
 class Digest:
-    """sha256 of sequences that come in parts: of their tokens, their labels and their lengths."""
+    """Running sha256 of sequences: of their tokens, their labels and their lengths."""
 
     def __init__(self) -> None:
         self.digests = [hashlib.sha256() for _ in range(3)]
 
     def add(self, part: Sequences) -> None:
-        """Take in some sequences."""
+        """Add some sequences."""
         lengths = torch.tensor(part.starts).diff()
         for digest, flat in zip(self.digests, (part.ids, part.labels, lengths), strict=True):
             digest.update(flat.numpy().data)
 
     def hexdigest(self) -> str:
-        """The sha256 of all parts."""
+        """Return the sha256 of all parts."""
         return hashlib.sha256(b"".join(digest.digest() for digest in self.digests)).hexdigest()
 
 
@@ -137,14 +137,14 @@ def _spread(sequences: Sequences | StoredSequences, most: int) -> Sequences:
 
 
 def from_arrays(ids: array[int], labels: array[int], starts: Iterable[int]) -> Sequences:
-    """Sequences of arrays of 4-byte integers, which are not copied."""
+    """Return sequences that share the memory of arrays of 4-byte integers."""
     return Sequences(
         torch.frombuffer(ids, dtype=torch.int32), torch.frombuffer(labels, dtype=torch.int32), tuple(starts)
     )
 
 
 def concatenate(parts: Iterable[Sequences]) -> Sequences:
-    """Put sequences one after the other."""
+    """Join sequences, one after the other."""
     ids, labels, starts = array("i"), array("i"), [0]
     for part in parts:
         starts += [len(ids) + start for start in part.starts[1:]]

@@ -1,8 +1,8 @@
-"""How a text is named: a file, a folder or a dataset of the Hub, and the part of it that is read.
+"""Names of texts: a file, a folder or a dataset of the Hub, and the part of it that is read.
 
 NAME[,column=FIELD][,split=SPLIT][,config=CONFIG][,revision=BRANCH, TAG OR COMMIT]
 
-A path that exists is that path, whatever else its name could mean. The folder of a model is refused.
+An existing path takes precedence over any other reading of the name. The folder of a model is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.errors import DataError, Problem
 
-# advice where old text is missing
+# advice if old text is missing
 NO_OLD_TEXT = "Where there is none, the base writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
-# suffixes of names that are no ids of datasets
+# suffixes of names that cannot be ids of datasets
 FILE_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".html", ".pdf", ".docx"),
     *(".json", ".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson", ".csv", ".tsv", ".tab", ".parquet", ".arrow"),
@@ -30,14 +30,14 @@ FILE_SUFFIXES = (
 
 @dataclass(frozen=True)
 class TextSource:
-    """A text as it is named.
+    """The parsed name of a text.
 
     Attributes:
         name: A path, or the id of a dataset on the Hub.
         column: The field of each row that holds the text, in place of "text", "question" and so on.
-        split: Of a dataset, the split that is read.
-        config: Of a dataset, the configuration, which the Hub also calls a subset.
-        revision: Of a dataset on the Hub, the branch, tag or commit.
+        split: The split of a dataset.
+        config: The configuration of a dataset, which the Hub also calls a subset.
+        revision: The branch, tag or commit of a dataset on the Hub.
     """
 
     name: str
@@ -53,8 +53,8 @@ class TextSource:
 
     @property
     def is_folder(self) -> bool:
-        """Whether a folder of this name exists."""
-        return os.path.isdir(self.name)  # noqa: PTH112, which no name breaks
+        """True if a folder of this name exists."""
+        return os.path.isdir(self.name)  # noqa: PTH112, which accepts any name
 
     @property
     def files(self) -> list[Path]:
@@ -64,32 +64,32 @@ class TextSource:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its files."""
+        """Size of its files in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     @property
     def is_here(self) -> bool:
-        """Whether a path of this name exists."""
+        """True if a path of this name exists."""
         return os.path.exists(self.name)  # noqa: PTH110, which no name breaks
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether it is a dataset of the Hub: no path of this name exists."""
+        """True if it is a dataset of the Hub: no path of this name exists."""
         return not self.is_here and could_be_on_hub(self.name)
 
 
 def is_hidden(path: Path) -> bool:
-    """Whether a path inside a folder is no part of it for its owner: a name on it begins with a dot."""
+    """Return True if a path inside a folder is hidden: a name on it starts with a dot."""
     return any(part.startswith(".") for part in path.parts)
 
 
 def could_be_on_hub(name: str) -> bool:
-    """Whether a name has the form of a dataset's id, and not that of a file."""
+    """Return True if a name has the form of a dataset's id, not that of a file."""
     return HUB_ID.fullmatch(name) is not None and not name.lower().endswith(FILE_SUFFIXES)
 
 
 def parse_source(text: str | Path) -> TextSource:
-    """Read how a text is named."""
+    """Parse the name of a text."""
     source = _parse(str(text))
     refuse_model(source)
     return source
@@ -102,14 +102,14 @@ def refuse_model(source: TextSource) -> None:
 
 
 def which_split(source: TextSource, splits: Sequence[str]) -> Problem:
-    """Return the problem of a text with several splits, or without the one that is asked for."""
+    """Return the problem of a text with several splits, or without the requested split."""
     if source.split:
         return Problem("split-unknown", source.name, split=source.split, splits=splits, first=splits[0])
     return Problem("split-not-said", source.name, splits=splits, first=splits[0])
 
 
 def paths_of(texts: Iterable[str | Path]) -> list[Path]:
-    """The paths of texts that lie here, without the settings after their names."""
+    """Return the paths of local texts, without the options after their names."""
     return [source.path for source in map(parse_source, texts) if source.is_here]
 
 
@@ -130,7 +130,7 @@ def _parse(whole: str) -> TextSource:
 
 
 def _model_type(path: Path) -> object:
-    """`model_type` of a model folder's config.json; None where there is none, as in folders of data."""
+    """Return `model_type` of a model folder's config.json; None if there is none, as in folders of data."""
     try:
         config = parse_json(read_bytes(path / CONFIG_FILE).decode("utf-8"))
     except (OSError, ValueError):

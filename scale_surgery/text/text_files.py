@@ -1,7 +1,7 @@
-"""Files of text: plain text, JSON lines, other JSON and tables, each perhaps compressed by gzip.
+"""Files of text: plain text, JSON lines, other JSON and tables, each optionally compressed by gzip.
 
-Names say which: see `LINES`, `ARRAY` and `TABLES`. A file of another name is plain text; one that begins with
-objects of JSON all the same is refused.
+The suffix gives the format: see `LINES`, `ARRAY` and `TABLES`. A file with any other suffix is plain text. Such a file
+is refused if it starts with JSON objects.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from scale_surgery.progress import Progress
 LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".ldjson")
 # suffix of a file that is one JSON array, JSON lines, or objects over several lines
 ARRAY = ".json"
-# suffixes of tables, and what stands between two fields
+# suffixes of tables, with their separators
 TABLES = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
-# what other programs put there
+# separators of other programs
 SEPARATORS = (",", "\t", ";", "|")
 GZIP = ".gz"
-# first bytes of files that are no UTF-8 text: what they are, and what to do
+# first bytes of other formats, with the format's name and the advice
 FORMS = (
     (b"\xff\xfe", "UTF-16 text", "Convert it: iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "UTF-16 text", "Convert it: iconv -f UTF-16 -t UTF-8"),
@@ -52,9 +52,9 @@ FORMS = (
     (b"ARROW1\0", "an Arrow file", "Let its name end with .arrow"),
     (b"SQLite format 3\0", "a database", "Write its rows as JSONL"),
 )
-# characters by which JSON under another name is known
+# characters that are searched for JSON under another name
 BEGINNING = 2**20
-# longest field of a table; Python's own bound is less than many texts
+# longest field of a table; Python's default limit is shorter than many texts
 LONGEST_FIELD = 2**31 - 1
 
 NO_BLANK = re.compile(r"\S")
@@ -65,20 +65,20 @@ BLANK = {"text": ""}
 
 @dataclass(frozen=True)
 class Unread:
-    """A row that cannot be read, and why."""
+    """A row that cannot be read, with the reason."""
 
     problem: Problem
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix of a file, in small letters, without that of gzip."""
+    """Return the suffix of a file in lower case, ignoring that of gzip."""
     suffix = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if suffix == GZIP else suffix
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise DataError for errors of the system, and for bytes that are no UTF-8."""
+    """Raise DataError for errors of the system, and for bytes that are not UTF-8."""
     try:
         yield
     except FileNotFoundError as error:
@@ -91,7 +91,7 @@ def readable(path: Path) -> Iterator[None]:
 def open_text(
     path: Path, advance: Progress, newline: str | None = None
 ) -> Iterator[tuple[TextIOWrapper, Callable[[], None]]]:
-    """Open UTF-8 text, and give a function that reports the bytes that were read since it was last called."""
+    """Open UTF-8 text; also yield a function that reports the bytes read since its last call."""
     done = 0
 
     def report() -> None:
@@ -112,7 +112,7 @@ def _unpacked(path: Path, stream: Any) -> Any:
 
 
 def _refuse_other_forms(path: Path, content: BufferedReader) -> None:
-    """Refuse what is no UTF-8 text by its first bytes."""
+    """Refuse other formats by their first bytes."""
     beginning = content.peek(max(len(magic) for magic, _, _ in FORMS))
     for magic, form, advice in FORMS:
         if beginning.startswith(magic):
@@ -120,20 +120,20 @@ def _refuse_other_forms(path: Path, content: BufferedReader) -> None:
 
 
 def refuse_nul(text: str, path: Path | str) -> None:
-    """Refuse a character that no text has, but archives, programs and UTF-16 have."""
+    """Refuse NUL, which occurs in archives, programs and UTF-16, and in no text."""
     if "\0" in text:
         raise DataError(Problem("text-with-nul", path))
 
 
 def refuse_json(stream: TextIO, path: Path) -> None:
-    """Refuse plain text that is JSON lines or a JSON array of objects; the stream is at its beginning again."""
+    """Refuse plain text that is JSON lines or a JSON array of objects, and rewind the stream."""
     if (suffix := _json_suffix(stream)) is not None:
         raise DataError(Problem("text-is-json", path, suffix=suffix))
     stream.seek(0)
 
 
 def _json_suffix(stream: TextIO) -> str | None:
-    """The suffix that a text ought to have that begins with rows of JSON; None for all others."""
+    """Return the suffix that fits a text of JSON rows; None for any other text."""
     text = stream.read(BEGINNING) + stream.readline()
     lines = [line for line in text.split("\n") if line.strip()]
     # a comment or a damaged row may be among them
@@ -148,7 +148,7 @@ def _json_suffix(stream: TextIO) -> str | None:
         _, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
-    # objects over several lines; one alone may be a row, or a notebook
+    # objects over several lines; a single object may be a row, or a notebook
     rest = text[end:].lstrip()
     if is_array or not rest or rest.startswith("{"):
         return ARRAY
@@ -156,7 +156,7 @@ def _json_suffix(stream: TextIO) -> str | None:
 
 
 def _is_object(line: str) -> bool:
-    """Whether a line is a JSON object, perhaps with the comma of an array after it."""
+    """Return True if a line is a JSON object, optionally followed by the comma of an array."""
     try:
         return line.lstrip().startswith("{") and isinstance(json.loads(line.rstrip(", \r")), dict)
     except (ValueError, RecursionError):
@@ -164,8 +164,8 @@ def _is_object(line: str) -> bool:
 
 
 def read_lines(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
-    """The values of a file of JSON lines, each with its line: BLANK for an empty line, Unread for what is no JSON."""
-    # other line ends may stand inside JSON texts
+    """Read the values of JSON lines, each with its line number: BLANK for an empty line, Unread for invalid JSON."""
+    # other line ends may occur inside JSON texts
     with open_text(path, advance, newline="\n") as (text, report):
         for number, line in enumerate(text, start=1):
             try:
@@ -176,12 +176,12 @@ def read_lines(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
 
 
 def _reason(error: ValueError | RecursionError) -> str:
-    """Why a line is not JSON."""
+    """Return the reason why a line is not JSON."""
     return f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else f"{error}"
 
 
 def read_values(path: Path, advance: Progress) -> list[Any] | None:
-    """The elements of a JSON array, or the JSON values over several lines; None if it is JSON lines, or no JSON."""
+    """Read the elements of a JSON array, or JSON values over several lines; None if it is JSON lines or no JSON."""
     with open_text(path, advance) as (stream, report):
         first = next((line for line in stream if line.strip()), "")
         if not first.lstrip().startswith(("[", "{")) or _is_object(first):
@@ -205,13 +205,13 @@ def read_values(path: Path, advance: Progress) -> list[Any] | None:
 
 
 def read_table(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
-    """The rows of a table, each with the line on which it begins: texts by the names of the head, None for empty ones.
+    """Read the rows of a table, each with its first line's number: texts by column name, None if empty.
 
-    A row that does not fit the head is Unread, since no one knows which of its fields is which.
+    A row that does not fit the head is Unread, since its fields cannot be assigned to columns.
     """
     separator = TABLES[suffix_of(path)]
     csv.field_size_limit(LONGEST_FIELD)
-    # the reader wants line ends as they are
+    # the csv reader handles line ends itself
     with open_text(path, advance, newline="") as (text, report):
         reader = csv.reader(text, delimiter=separator, strict=True)
         rows = _numbered(reader)
@@ -228,7 +228,7 @@ def read_table(path: Path, advance: Progress) -> Iterator[tuple[int, Any]]:
 
 
 def _numbered(reader: Any) -> Iterator[tuple[int, Any]]:
-    """The rows that are not blank, each with its first line; a row after which no other can be found ends them."""
+    """Generate the non-blank rows, each with its first line's number; stop at a row that hides the next row's start."""
     line = 1
     try:
         for fields in reader:
@@ -251,7 +251,7 @@ def _row(names: Sequence[str], fields: Sequence[str], separator: str) -> Any:
     if len(fields) != len(names):
         word = "tab" if separator == "\t" else "comma"
         return Unread(Problem("row-unlike-head", fields=len(fields), columns=len(names), separator=word))
-    # programs that number rows leave the head of that column empty
+    # programs that number rows leave that column's name empty
     nameless = [field for name, field in zip(names[1:], fields[1:], strict=True) if field and not name]
     if nameless:
         return Unread(Problem("column-without-name", value=nameless[0]))
@@ -259,7 +259,7 @@ def _row(names: Sequence[str], fields: Sequence[str], separator: str) -> Any:
 
 
 def share_of_lines(path: Path, lines: int) -> float | None:
-    """What share of the bytes of a file its first lines are; None where the file is compressed."""
+    """Return the share of a file's bytes in its first lines; None if the file is compressed."""
     if path.suffix.lower() == GZIP:
         return None
     with readable(path), open_regular(path) as stream:

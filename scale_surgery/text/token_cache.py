@@ -1,8 +1,8 @@
 """Tokens of texts on disk: the library `datasets` caches them as Arrow and maps them into memory.
 
-    CACHE/tokens/default/0.0.0/KEY/    a row a sequence, with the columns "input_ids" and "labels"
+    CACHE/tokens/default/0.0.0/KEY/    one sequence per row, with the columns "input_ids" and "labels"
 
-A folder gets its name when it is complete. One process writes it, others wait.
+A folder gets its name when it is complete. One process writes it while others wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FEATURES = datasets.Features({name: datasets.List(datasets.Value("int32")) for n
 
 
 class TokenBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
-    """Writes sequences, and what is known of all of them: scored tokens, the highest id, the fingerprint."""
+    """A writer of sequences and their summary: the number of scored tokens, the highest id, and the fingerprint."""
 
     def __init__(self, parts: Iterable[Sequences], made_of: Any, **options: Any) -> None:
         super().__init__(dataset_name="tokens", **options)
@@ -49,7 +49,7 @@ class TokenBuilder(datasets.ArrowBasedBuilder):  # type: ignore[misc]
 
 
 def store(key: str, cache: str | None, parts: Iterable[Sequences], made_of: Any) -> None:
-    """Store sequences, unless they are there."""
+    """Store sequences, unless they are already stored."""
     try:
         with quiet_datasets():
             TokenBuilder(parts, made_of, cache_dir=cache, hash=key).download_and_prepare()
@@ -67,7 +67,7 @@ def find_stored(key: str, cache: str | None) -> Sequences | None:
         with quiet_datasets():
             folder = Path(TokenBuilder((), None, cache_dir=cache, hash=key).cache_dir)
     except OSError:
-        return None  # the cache has no folder yet, and none can be made
+        return None  # the cache has no folder yet, and it cannot be created
     if not folder.is_dir():
         return None
     stored = open_stored(key, cache)

@@ -1,7 +1,7 @@
 """Token sequences to train on and to measure with: documents become tokens, packed or cut into windows.
 
-Answers alone are learned and scored, of a question or of a conversation. Tokens lie in flat arrays, so that a corpus
-takes eight bytes a token in memory.
+In questions and conversations only answers are learned and scored. Tokens are stored in flat arrays: a corpus takes
+eight bytes a token in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DOCUMENTS_AT_ONCE = 1000
-# what may stand before a text so that its first token begins no text; after nothing every text can stand
+# candidate prefixes that make a text's first token a continuation; the empty one always fits
 BEFORE = ("\n", ":", "a", "")
 
 
@@ -32,7 +32,7 @@ def tokenize(
 ) -> Sequences:
     """Turn documents into token sequences, with the tokenizer's own start token and an end token after each."""
     ids, labels, starts = array("i"), array("i"), [0]
-    # a conversation is what the tokenizer's chat template makes of it, and nothing else
+    # a conversation is exactly the chat template's output, without added tokens
     for document, some, scored in read_tokens(documents, tokenizer, learn_prompts=learn_prompts):
         ids.extend(some)
         labels.extend(scored)
@@ -46,7 +46,7 @@ def tokenize(
 def read_tokens(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
 ) -> Iterator[tuple[Document, list[int], list[int]]]:
-    """Documents with their token ids and labels (IGNORED or PROMPT where not scored); long ones come in pieces."""
+    """Generate documents, token ids and labels (IGNORED or PROMPT if not scored); long documents come in pieces."""
     is_middle, chats = False, ChatReader(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for some in in_groups(chain.from_iterable(map(in_pieces, documents))):
@@ -66,7 +66,7 @@ def read_tokens(
 
 
 def in_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents that are tokenized at once."""
+    """Group documents into batches for the tokenizer."""
     some: list[Document] = []
     size = 0
     for document in documents:
@@ -82,7 +82,7 @@ def in_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def _tokenize_some(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """The ids of each prompt, and of its text as it goes on from there."""
+    """Generate the ids of each prompt, and the ids of its text as a continuation."""
     options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     plain = [document.text for document in documents if not document.prompt]
     alone = iter(tokenizer(plain, **options)["input_ids"] if plain else ())
@@ -94,36 +94,36 @@ def _tokenize_some(
 
 
 def _behind(prompt: list[int], whole: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of a text behind a prompt, whose own ids stay: a model that answers has read those."""
-    # alone a text would get the mark of a word's beginning from some tokenizers, which is a space
+    """Return the ids of a text after a prompt. The prompt keeps its ids, since an answering model reads those."""
+    # some tokenizers would put a space before a text that is tokenized alone
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]
-    # a token spans the end of the prompt and the beginning of the text
+    # a token spans the end of the prompt and the start of the text
     starts = tokenize_prompts(BEFORE, tokenizer)
     wholes = tokenize_prompts([before + text for before in BEFORE], tokenizer)
     return next(ids[len(start) :] for start, ids in zip(starts, wholes, strict=True) if ids[: len(start)] == start)
 
 
 def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Turn prompts into token ids: with the tokenizer's start token, even where they are empty, and no end token."""
+    """Turn prompts into token ids: with the tokenizer's start token, even if empty, and without an end token."""
     if not prompts:
         return []
     ids: list[list[int]] = tokenizer(list(prompts), return_attention_mask=False, verbose=False)["input_ids"]
     special = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {tokenizer.bos_token_id}
     for prompt in ids:
         while prompt and prompt[-1] in special:
-            prompt.pop()  # some tokenizers end every text themselves
+            prompt.pop()  # some tokenizers append an end token to every text
     return ids
 
 
 def pack(sequences: Sequences, length: int) -> Sequences:
-    """Cut all sequences, one after the other, into windows of equal length; the last may be shorter."""
+    """Cut the joined sequences into windows of equal length; the last may be shorter."""
     total = len(sequences.ids)
     return Sequences(sequences.ids, sequences.labels, (*range(0, total, length), total))
 
 
 def without_unscored(sequences: Sequences) -> Sequences:
-    """Leave out sequences in which nothing is scored, such as a window that lies inside a long prompt."""
+    """Drop sequences without scored tokens, such as a window inside a long prompt."""
     scored = scored_ones(sequences)
     if not len(scored):
         raise DataError(NOTHING_SCORED)
@@ -131,7 +131,7 @@ def without_unscored(sequences: Sequences) -> Sequences:
 
 
 def scored_ones(sequences: Sequences) -> Sequences:
-    """The sequences in which something is scored; there may be none."""
+    """Return the sequences with scored tokens; there may be none."""
     starts = torch.tensor(sequences.starts)
     lengths = starts.diff()
     is_scored = sequences.labels >= 0
@@ -144,7 +144,7 @@ def scored_ones(sequences: Sequences) -> Sequences:
 
 
 def stride(sequences: Sequences, length: int, step: int) -> Sequences:
-    """Cut long sequences into overlapping windows, in which each token is scored once."""
+    """Cut long sequences into overlapping windows, and score each token once."""
     ids, labels, starts = [], [], [0]
     for start, end in pairwise(sequences.starts):
         # a token after the first window is predicted from at least `length - step` tokens before it
@@ -154,18 +154,18 @@ def stride(sequences: Sequences, length: int, step: int) -> Sequences:
             labels.append(sequences.labels[window].clone())
             if left > start:
                 overlap = labels[-1][: length - step]
-                overlap[overlap >= 0] = IGNORED  # scored in the window before; the end of a prompt stays known
+                overlap[overlap >= 0] = IGNORED  # scored in the previous window; PROMPT stays, to locate the answer
             starts.append(starts[-1] + len(ids[-1]))
     return Sequences(torch.cat(ids), torch.cat(labels), tuple(starts))
 
 
 def _places(start: int, end: int, length: int, step: int) -> range:
-    """Where the windows of a sequence begin."""
+    """Return the start of each window of a sequence."""
     return range(start, max(start + 1, end - length + step), step)
 
 
 def number_windows(sequences: Sequences, length: int, step: int) -> list[int]:
-    """For each window of `stride` the number of its sequence, from 0."""
+    """Return the index of the sequence of each window of `stride`, from 0."""
     places = (_places(start, end, length, step) for start, end in pairwise(sequences.starts))
     return [number for number, lefts in enumerate(places) for _ in lefts]
 

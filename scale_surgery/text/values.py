@@ -25,18 +25,18 @@ def kind_of(value: Any) -> str:
 
 
 def text_problem(value: Any, name: str) -> Problem | None:
-    """Return the problem of a field that has to be a text; None if it has none."""
+    """Return the problem of a field that has to be a text, or None."""
     if not isinstance(value, str):
         return Problem("value-unfit", f'"{name}"', value=kind_of(value), kind="a text")
     return half_problem(value, name)
 
 
 def half_problem(text: str, name: str) -> Problem | None:
-    """Return the problem of a field whose text, or whose JSON, holds half a character; None if it has none."""
-    # JSON can escape lone surrogates, which are no Unicode
+    """Return the problem of a field whose text, or whose JSON, contains half a character, or None."""
+    # JSON can escape lone surrogates, which are not valid Unicode
     return Problem("half-a-character", f'"{name}"') if HALF_A_CHARACTER.search(text) else None
 
 
 def fields_problem(row: Mapping[str, Any], expected: str, where: str) -> Problem:
-    """Return the problem of an object with other fields than the expected ones."""
+    """Return the problem of an object with other fields than expected."""
     return Problem("fields-unfit", where, fields=list(row) or "none", kind=expected)

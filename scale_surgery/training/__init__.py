@@ -1,1 +1,1 @@
-"""Training the new tensors, and choosing the layers that are worth it."""
+"""Training of the new tensors, and the choice of the layers worth expanding."""

@@ -1,4 +1,4 @@
-"""The schedule of a run and the Trainer's arguments: steps, precision, how often it logs, measures and saves."""
+"""The schedule of a run and the Trainer's arguments: steps, precision, and the intervals of logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PARTS_OF_A_RUN = 10
 MOST_STEPS_BETWEEN_LOGS = 10
-# of the steps; and AdamW's mean of squared gradients says little before ten of them
+# share and least number of warm-up steps; AdamW's mean of squared gradients is noisy before ten steps
 WARM_UP, LEAST_WARM_UP = 0.06, 10
 
 
@@ -29,13 +29,13 @@ class TrainingSchedule:
 
     Attributes:
         steps: Optimizer steps.
-        warmup_steps: Steps of the warm-up; a shorter run ends in it.
-        learning_rate: Highest learning rate that a step has; None if the settings leave it to the model.
+        warmup_steps: Steps of the warm-up; a shorter run ends within it.
+        learning_rate: Highest learning rate of any step; None if the settings leave it to the model.
         sequences: Sequences to learn.
-        tokens: Tokens in them that are learned.
+        tokens: Scored tokens in them.
         passes: Passes over them.
-        rehearses: On what it stays what its base is; nothing where it is not asked to.
-        precision: How a base in bfloat16 computes; of other bases nothing.
+        rehearses: Description of the rehearsal text; empty without rehearsal.
+        precision: Precision of a base stored in bfloat16; empty for other bases.
     """
 
     steps: int
@@ -50,12 +50,12 @@ class TrainingSchedule:
 
 @dataclass(frozen=True)
 class Precision:
-    """How a model computes while it trains.
+    """The precision in which a model trains.
 
     Attributes:
-        bf16: Whether by autocast in bfloat16.
-        widens: Whether a base in bfloat16 is loaded in float32, which changes none of its numbers.
-        reason: What says so; empty of a base that is not in bfloat16.
+        bf16: True if it computes in bfloat16 by autocast.
+        widens: True if a base in bfloat16 is loaded in float32, which changes none of its numbers.
+        reason: Reason for the choice; empty if the base is not in bfloat16.
     """
 
     bf16: bool
@@ -64,19 +64,19 @@ class Precision:
 
 
 def choose_precision(stored: str, settings: TrainingSettings, run: RunOptions) -> Precision:
-    """Choose how a model computes, by what was asked for, the dtype of its base, and what the processor has.
+    """Choose the precision by the settings, the dtype of the base, and the processor.
 
     Args:
         stored: Dtype of the base, in safetensors' name.
-        settings: How to train.
-        run: Where.
+        settings: Settings of the training.
+        run: Device of the run.
     """
     if stored != "BF16":
         return Precision(bool(settings.bf16))
     if settings.bf16 is not None:
         return Precision(settings.bf16, reason="autocast to bfloat16" if settings.bf16 else "bfloat16 without autocast")
     device = choose_device(run.device, only_trains=True)
-    # a quantised base has a dtype of its own
+    # a quantised base keeps its own dtype
     if has_bfloat16(device) or settings.base_quantization is not None:
         return Precision(True, reason="autocast to bfloat16, as the base is stored")
     reason = "float32: this processor has no instructions for bfloat16, in which the base is stored; see --bf16"
@@ -84,9 +84,9 @@ def choose_precision(stored: str, settings: TrainingSettings, run: RunOptions) -
 
 
 def training_schedule(settings: TrainingSettings, learned: Sequences, processes: int) -> TrainingSchedule:
-    """Steps, sequences and passes of a run."""
+    """Return the steps, sequences and passes of a run."""
     together = settings.batch_size * settings.gradient_accumulation * processes
-    # as the Trainer has it: the last step of a pass takes what is left of it, not the beginning of the next pass
+    # as in the Trainer: the last step of a pass takes the remaining sequences, and none of the next pass
     steps_a_pass = math.ceil(len(learned) / together)
     steps = settings.steps or math.ceil(settings.epochs * steps_a_pass)
     warmup = _warmup_steps(settings, steps)
@@ -97,16 +97,16 @@ def training_schedule(settings: TrainingSettings, learned: Sequences, processes:
         sequences=len(learned),
         tokens=learned.scored,
         passes=steps / steps_a_pass,
-        # what the base writes is known when it is written
+        # samples of the base are described after they are drawn
         rehearses="" if settings.rehearses_itself else describe_rehearsal(settings, "the given text"),
     )
 
 
 def _warmup_steps(settings: TrainingSettings, steps: int) -> int:
     if settings.warmup is None:
-        # a shorter job ends on the way up: the first steps of AdamW are large whatever the gradient
+        # a shorter run ends within the warm-up: the first steps of AdamW are large for any gradient
         return max(math.ceil(WARM_UP * steps), LEAST_WARM_UP) if steps > 1 else 0
-    # the first step has a learning rate of 0, so one step alone would teach nothing
+    # the first step has a learning rate of 0, so a single step would learn nothing
     return min(math.ceil(settings.warmup * steps), steps - 1)
 
 
@@ -118,7 +118,7 @@ def _highest_rate(settings: TrainingSettings, steps: int, warmup: int) -> float 
 
 
 def describe_rehearsal(settings: TrainingSettings, which: str) -> str:
-    """Say which text is rehearsed, and how much beside each batch; nothing if none is."""
+    """Describe the rehearsal text and its amount per batch; empty without rehearsal."""
     if not settings.rehearse:
         return ""
     learned = "sequence" if settings.batch_size == 1 else f"{settings.batch_size:,} sequences"
@@ -134,12 +134,12 @@ def make_arguments(
     bf16: bool,
     is_measured: bool,
 ) -> TrainingArguments:
-    """Arguments of the Trainer."""
+    """Return the arguments of the Trainer."""
     from transformers import TrainingArguments
 
     assert settings.learning_rate is not None, "see `with_rate`"
     tenth = math.ceil(steps / PARTS_OF_A_RUN)
-    # a release of transformers 5 renamed it
+    # renamed within transformers 5
     names = {field.name for field in fields(TrainingArguments)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     options: dict[str, Any] = {checkpointing: settings.gradient_checkpointing}
@@ -176,12 +176,12 @@ def make_arguments(
 
 
 def is_cpu(run: RunOptions) -> bool:
-    """Whether training runs on the CPU, asked for or because there is nothing else."""
+    """Return True if training runs on the CPU, by request or because there is no accelerator."""
     return choose_device(run.device, only_trains=True) == "cpu"
 
 
 def check_device(run: RunOptions) -> None:
-    """Check that training can run where it is asked to: accelerate takes the CPU, or the accelerator that there is."""
+    """Check that training can run on the requested device: accelerate supports the CPU and the default accelerator."""
     accelerator = choose_device("auto", only_trains=True)
     if choose_device(run.device, only_trains=True) not in ("cpu", accelerator):
         choices = dict.fromkeys(("auto", "cpu", accelerator))

@@ -1,6 +1,6 @@
-"""Text that a base model writes itself, for rehearsal: sampled from its own distribution, and kept with the run.
+"""Text sampled from a base model for its own rehearsal, stored with the run.
 
-The file has a line of JSON for each sample, with the text to read and the tokens that are rehearsed.
+The file has one JSON object per sample and line, with the text for people and the tokens that are rehearsed.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from scale_surgery.text.tokenizing import pack, tokenize_prompts
 from scale_surgery.training.kept_samples import OwnText, identity_of, kept_or_drawn, made_of
 from scale_surgery.training.settings import TrainingSettings
 
-# samples in one call of generate, of short sequences; fewer of long ones, whose KV caches take memory
+# samples in one call of generate; fewer if sequences are long, because KV caches take memory
 TOGETHER, TOKENS_TOGETHER = 64, 16_384
-# of the tokens that a run rehearses, the share that is drawn, so that each is read about twice; and most texts.
-# Measured on the shipped model (benchmarks/rehearsal.md)
+# sampled tokens as a share of the rehearsed ones, so that each is read about twice; and most texts. Measured on the
+# shipped model (benchmarks/rehearsal.md)
 DRAWN, MOST_TEXTS = 0.5, 800
-# tokens a row after which the speed is known; a wait in seconds that is worth a line
+# tokens per row after which the speed is known; seconds of remaining time that are worth a line
 TIMED, WAIT = 4, 10.0
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How samples are drawn.
+    """Settings of the sampler.
 
     Attributes:
-        count: Texts, at most.
-        length: Tokens of a text, at most; the first one is included.
+        count: Most texts.
+        length: Most tokens of a text, including the first.
         temperature: Temperature of the distribution.
         seed: Seed of everything random.
-        enough: Tokens of all texts after which no more are drawn. Default: all texts are.
+        enough: Tokens of all texts after which sampling stops. Default: all texts are sampled.
     """
 
     count: int
@@ -64,36 +64,36 @@ class Sampling:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all texts, at most or about."""
+        """Upper limit or estimate of the tokens of all texts."""
         most = self.count * self.length
         return most if self.enough is None else min(most, self.enough)
 
     def rows(self, begins: int) -> int:
-        """Texts in one call of generate, with so many beginnings."""
+        """Return the number of texts in one call of generate, given the number of prompts."""
         least = self.count if self.enough is None else min(self.count, math.ceil(self.enough / self.length))
         return max(1, min(TOGETHER, TOKENS_TOGETHER // self.length, math.ceil(least / begins)))
 
     def describe(self, begins: int = 1) -> str:
-        """Say what is drawn, before it is."""
+        """Describe the samples before they are drawn."""
         texts, rows = counted(self.count, "text"), self.rows(begins)
         drawn = texts if self.enough is None else f"about {self.tokens:,} tokens in at most {texts}"
         return f"the base writes {drawn}, {rows:,} at once" if rows > 1 else f"the base writes {drawn}"
 
 
 def sampling_of(settings: TrainingSettings, batches: int, sequence: int, length: int) -> Sampling:
-    """What the base writes for a run.
+    """Return the sampler's settings for a run.
 
     Args:
-        settings: Its settings.
-        batches: Forward passes of all processes beside which some sequences are rehearsed.
+        settings: Settings of the run.
+        batches: Forward passes with rehearsal, of all processes.
         sequence: Tokens of a sequence to learn.
-        length: Tokens of a sample, at most.
+        length: Most tokens of a sample.
     """
     how = (length, settings.rehearsal_temperature, settings.seed)
     if settings.rehearsal_samples is not None:
         return Sampling(settings.rehearsal_samples, *how)
     rows = batches * settings.rehearsed_rows
-    # where texts are not packed, each sample is a sequence
+    # if texts are not packed, each sample is a sequence
     count = MOST_TEXTS if settings.packing else min(MOST_TEXTS, math.ceil(rows * DRAWN))
     return Sampling(count, *how, enough=math.ceil(rows * sequence * DRAWN))
 
@@ -108,7 +108,7 @@ def write_own_text(
     cache: Path | None,
     track: Track,
 ) -> OwnText:
-    """Let the base write its rehearsal text, or find what it wrote for an earlier run."""
+    """Let the base write its rehearsal text, or find the text of an earlier run."""
     name, prompts = checkpoint.path.name, settings.rehearsal_prompts
     context = {name: context_of(checkpoint.config)}
     sequence = choose_length(settings.sequence_length, context)
@@ -128,7 +128,7 @@ def write_own_text(
 
 
 def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:
-    """Samples without their first token, where the tokenizer starts no document with it."""
+    """Return the samples without their first token if the tokenizer starts no document with it."""
     (start,) = tokenize_prompts([""], tokenizer)
     if start:
         return samples
@@ -138,15 +138,15 @@ def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:
 
 
 def as_learned(samples: Sequences, settings: TrainingSettings, checkpoint: Checkpoint) -> Sequences:
-    """Samples in the form of the texts to learn: packed like them, or each by itself."""
-    # where the form tells them apart, a model keeps to its base at the start of every sequence, and learns only in the
-    # middle of packed ones
+    """Return samples in the same form as the texts to learn: packed, or one per sequence."""
+    # if the form differed, a model could tell them apart: it would stay at its base at the start of every sequence, and
+    # learn only in the middle of packed ones
     length = choose_length(settings.sequence_length, {checkpoint.path.name: context_of(checkpoint.config)})
     return pack(_shifted(samples, length), length) if settings.packing else samples
 
 
 def _shifted(samples: Sequences, length: int) -> Sequences:
-    """Samples without half of the first one where it fills a sequence, so that not all long ones begin a sequence."""
+    """Drop half of the first sample if it fills a sequence, so that not every long sample starts a sequence."""
     first, second = samples.starts[:2]
     cut = length // 2 if second - first >= length else 0
     starts = (0, *(start - cut for start in samples.starts[1:]))
@@ -154,7 +154,7 @@ def _shifted(samples: Sequences, length: int) -> Sequences:
 
 
 def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[list[int]]:
-    """Token ids with which samples begin: prompts, or the token with which texts begin."""
+    """Return the token ids at the start of samples: the prompts, or the token that starts a text."""
     if prompts:
         return [ids for ids in tokenize_prompts(prompts, tokenizer) if ids]
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -166,7 +166,7 @@ def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[lis
 def sample_base(
     model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
 ) -> Sequences:
-    """Let the base inside an expanded model write text: `sample_texts`, with the expansion switched off."""
+    """Sample texts from the base inside an expanded model: `sample_texts` with the expansion disabled."""
     with expansion_disabled(model):
         return sample_texts(model, begins, sampling, tokenizer, track)
 
@@ -174,7 +174,7 @@ def sample_base(
 def sample_texts(
     model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
 ) -> Sequences:
-    """Let a model write text."""
+    """Sample texts from a model."""
     parts: list[Sequences] = []
     devices = [model.device] if model.device.type == "cuda" else []
     with (
@@ -196,31 +196,31 @@ def sample_texts(
 
 
 def _until(parts: Sequence[Sequences], enough: int) -> list[Sequences]:
-    """The first texts that are so many tokens together."""
+    """Return the first texts that together reach `enough` tokens."""
     before = accumulate((part.tokens for part in parts), initial=0)
     return [part for part, tokens in zip(parts, before, strict=False) if tokens < enough]
 
 
 class _Progress:
-    """Tells how far sampling is, token by token."""
+    """Progress of sampling, token by token."""
 
     def __init__(self, sampling: Sampling, begins: int, end: int | None, advance: Progress) -> None:
         self.sampling, self.end_id, self.advance = sampling, end, advance
-        # tokens of whole batches, and with those of this one
+        # tokens of complete batches, and these plus the current batch
         self.tokens = self.reached = self.done = self.steps = 0
         self.note, self.began = sampling.describe(begins), time.monotonic()
         advance(0, Finding(self.note, self.note))
 
     def take(self, ids: Tensor) -> None:
-        """Take what all rows have by now, of which each active one has a token more."""
+        """Count the newest token of each row that has not ended."""
         self.reached += len(ids) if self.end_id is None else int((ids[:, -2] != self.end_id).sum())
         self.steps += 1
         self._report(self.reached, is_timed=self.steps == TIMED)
 
     def end(self, parts: Sequence[Sequences]) -> None:
-        """Take what was drawn by the end of a batch."""
+        """Count all samples at the end of a batch."""
         self.tokens = self.reached = sum(part.tokens for part in parts)
-        # texts that end early are fewer tokens than was thought
+        # texts may end early, with fewer tokens than forecast
         self._report(max(self.tokens, self.sampling.tokens * len(parts) // self.sampling.count), is_timed=False)
 
     def _report(self, reached: int, *, is_timed: bool) -> None:
@@ -231,7 +231,7 @@ class _Progress:
 
 
 def tokens_per_second(model: Any, begin: Sequence[int], rows: int, tokenizer: Any) -> float | None:
-    """Measure by a few tokens how fast a model writes so many texts at once; None if it ends all at once."""
+    """Measure over a few tokens how fast a model writes `rows` texts at once; None if all end at their first token."""
     times: list[float] = []
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), evaluating(model):
         sampling = Sampling(rows, len(begin) + TIMED, 1.0, 0)
@@ -240,7 +240,7 @@ def tokens_per_second(model: Any, begin: Sequence[int], rows: int, tokenizer: An
 
 
 def _in_turns(begins: Sequence[Sequence[int]], count: int, rows: int) -> list[tuple[Sequence[int], range]]:
-    """Batches of samples, each of one beginning; beginnings take equal parts, a batch of each in turn."""
+    """Return the batches of samples, each with one prompt; prompts get equal shares and take turns."""
     each = [count // len(begins) + (place < count % len(begins)) for place in range(len(begins))]
     batches = [
         (begin, range(start, min(start + rows, total)))
@@ -258,7 +258,7 @@ def _generate(
     tokenizer: Any,
     on_token: Callable[[Tensor], None],
 ) -> Tensor:
-    """Sample from the base's own distribution, whole."""
+    """Sample from the base's whole distribution."""
     ids = torch.tensor([list(begin)[: sampling.length - 1]] * rows, device=model.device)
     end = tokenizer.eos_token_id
     options: dict[str, Any] = {
@@ -276,7 +276,7 @@ def _generate(
 
 
 def _row(ids: Tensor, begun: int, end: int | None) -> Sequences:
-    """A sample without what follows its end."""
+    """Return a sample, cut after its end token."""
     ends = (ids[begun:] == end).nonzero() if end is not None else ids[:0]
     kept = ids[: begun + int(ends[0]) + 1] if len(ends) else ids
     return Sequences(kept.int(), kept.int(), (0, len(kept)))

@@ -1,8 +1,9 @@
-"""The loss of a batch over a wide vocabulary, some tokens at a time.
+"""The loss of a batch over a large vocabulary, computed for some tokens at a time.
 
-Logits of a few tokens, their loss, and its gradient by their hidden states and by what trains in the head are computed
-at once; of the logits nothing is kept. The loss is the model's own to rounding. linear_cross_entropy of torch does the
-same for a head that is one matrix; here heads have blocks beside it, and scales, caps and routers after it.
+The logits of a few tokens, their loss, and its gradients with respect to hidden states and trained parameters of the
+head are computed at once, and the logits are freed. The loss equals the model's own up to rounding. torch's
+linear_cross_entropy does the same for a head that is one matrix. Here a head also has new blocks, scales, caps and
+routers.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from scale_surgery.running.loss import evaluating
 from scale_surgery.running.pieces import PROBED_TOKENS, Pieces, Tail, find_tail, in_pieces
 from scale_surgery.text.sequences import IGNORED
 
-# of a loss that is computed twice from the same logits
+# relative difference of a loss that is computed twice from the same logits
 LOSS_ROUNDING = 1e-5
 
 
 class SumOfPieces(torch.autograd.Function):
-    """The sum of the losses of pieces of hidden states; the gradient of each piece is made beside its loss."""
+    """The sum of the losses of pieces of hidden states; each piece's gradient is computed along with its loss."""
 
     @staticmethod
     def forward(
@@ -39,14 +40,14 @@ class SumOfPieces(torch.autograd.Function):
 
         Args:
             context: Keeps the gradients.
-            loss_of: The loss, float32, of a piece of the hidden states, whose positions it gets too.
+            loss_of: Function of a piece of the hidden states and its positions that returns its loss, float32.
             slices: Positions of each piece.
             hidden: Hidden states (rows, n, width).
-            parameters: What trains behind them.
+            parameters: Trained parameters after the hidden states.
         """
         needs_hidden, *_ = context.needs_input_grad[2:]
         hidden_gradient = torch.zeros_like(hidden) if needs_hidden else None
-        # None where no piece gives one, as in a whole batch
+        # None if no piece yields a gradient, as for a whole batch
         gradients: list[Tensor | None] = [None] * len(parameters)
         total = torch.zeros((), device=hidden.device)
         for positions in slices:
@@ -68,24 +69,24 @@ class SumOfPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *given: Tensor) -> tuple[Any, ...]:
-        """The gradients, in the memory in which they were added up."""
+        """Return the gradients, in the memory in which they were added up."""
         gradients, context.gradients = context.gradients, None
         return None, None, *(None if made is None else made.mul_(given[0].to(made.dtype)) for made in gradients)
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Cross entropy of tokens over a number of them; the gradient is made beside the loss, in the dtype of the logits.
+    """Cross entropy of tokens, divided by a given count; its gradient is computed along with it, in the logits' dtype.
 
-    Few rows are float32 at a time, so beside the logits stands their gradient alone.
+    Few rows are float32 at a time, so only one gradient is stored next to the logits.
     """
 
     @staticmethod
     def forward(context: Any, logits: Tensor, targets: Tensor, total: Any) -> Tensor:
-        """Nats of the tokens that are not IGNORED, over `total`."""
+        """Return the nats of the tokens that are not IGNORED, divided by `total`."""
         gradient = torch.empty_like(logits) if context.needs_input_grad[0] else None
         nats = logits.new_empty(len(targets), dtype=torch.float32)
         for rows in row_chunks(logits):
-            # no token is predicted where none is wanted
+            # ignored positions add nothing
             is_wanted, tokens = targets[rows, None] != IGNORED, targets[rows, None].clamp(min=0)
             log_p = logits[rows].log_softmax(-1, dtype=torch.float32)
             nats[rows] = torch.where(is_wanted, -log_p.gather(-1, tokens), 0)[:, 0]
@@ -99,32 +100,32 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *given: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient, in its own memory."""
+        """Return the gradient, in its own memory."""
         gradient, context.gradient = context.gradient, None
         made: Tensor = gradient.mul_(given[0].to(gradient.dtype))
         return made, None, None
 
 
 def sum_of_pieces(head: Any, loss_of: Callable[[Tensor, slice], Tensor], pieces: Pieces) -> Tensor:
-    """Add up the losses of pieces, with gradients for the hidden states and for what trains in the head."""
+    """Add up the losses of pieces, with gradients for the hidden states and the head's trained parameters."""
     total: Tensor = SumOfPieces.apply(loss_of, pieces.slices, pieces.hidden, *trained_in_head(head))
     return total
 
 
 def trained_in_head(head: Any) -> list[Tensor]:
-    """What trains in a head; rows of new tokens are the embedding's where the head is tied to it."""
+    """Return the trained tensors of a head; a tied head uses the embedding's rows of new tokens."""
     rows = (getattr(blocks, "rows", None) for blocks in getattr(head, "expansions", {}).values())
     tensors = {id(tensor): tensor for tensor in (*head.parameters(), *rows) if tensor is not None}
     return [tensor for tensor in tensors.values() if tensor.requires_grad]
 
 
 def cross_entropy(head: Any, pieces: Pieces, labels: Tensor, count: Any = None) -> Tensor:
-    """Cross entropy of the tokens that have a label, a mean over them, or over as many as a step has in all batches.
+    """Return the cross entropy of the labelled tokens, a mean over them or over the labels of all batches of a step.
 
     Args:
-        head: What makes the logits.
+        head: Module that computes the logits.
         pieces: Hidden states.
-        labels: The token that follows each, or IGNORED (b, t).
+        labels: Next token of each position, or IGNORED (b, t).
         count: Labels of all batches of a step.
     """
     targets = pieces.pick(labels)
@@ -140,12 +141,12 @@ def cross_entropy(head: Any, pieces: Pieces, labels: Tensor, count: Any = None) 
 
 @contextmanager
 def loss_in_pieces(model: Any, tail: Tail, inputs: dict[str, Any]) -> Iterator[None]:
-    """Let the next forward of a model compute its loss in pieces, whoever calls it, wrapped or not.
+    """Let the next forward of a model compute its loss in pieces, called wrapped or unwrapped.
 
     Args:
-        model: The model itself, not what wraps it.
-        tail: What it runs after its decoder.
-        inputs: The batch that it gets.
+        model: The unwrapped model.
+        tail: Modules after its decoder.
+        inputs: The batch of this forward.
     """
     count: list[Any] = [None]
     following = functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -172,9 +173,9 @@ def loss_in_pieces(model: Any, tail: Tail, inputs: dict[str, Any]) -> Iterator[N
 
 @torch.no_grad()
 def find_pieces(model: Any, inside: Any, inputs: dict[str, Any]) -> Tail | None:
-    """Find how a model reads pieces; None if its loss is not the cross entropy of its logits alone.
+    """Return the tail of a model that can run in pieces; None if its loss is not only the cross entropy of its logits.
 
-    That of a mixture may have a term for its router.
+    The loss of a mixture may have a term for its router.
     """
     with evaluating(inside):
         ids = inputs["input_ids"][:1, :PROBED_TOKENS]

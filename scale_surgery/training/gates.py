@@ -2,8 +2,8 @@
 
     loss = 0.3 mean softplus(-z) on text to learn + mean softplus(z) on rehearsal text      z: scores of a gate
 
-The text to learn weighs less, so that what stands in both is left to the base. Gates that a loss holds shut on old
-text: Neutral Residues (arXiv 2410.02744).
+The text to learn weighs less, so that text found in both is left to the base. Neutral Residues (arXiv 2410.02744) also
+uses a loss that shuts gates on old text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NEW_WEIGHT = 0.3
 
 
 def loss_of_gates(model: Any, mask: Tensor, *, is_new: bool) -> Tensor:
-    """The loss of all gates in the last forward pass, a mean over gates and the tokens of the mask (b, t)."""
+    """Return the loss of all gates in the last forward pass, a mean over gates and the tokens of the mask (b, t)."""
     sign, weight = (-1.0, NEW_WEIGHT) if is_new else (1.0, 1.0)
     share = mask.float() / mask.sum()
     losses = [

@@ -1,6 +1,6 @@
-"""What a base wrote is kept for the next run of the same base, in the cache of tokens.
+"""Samples of a base, stored in the token cache for the next run with the same base.
 
-It is found by all that decides it: the base's bytes, config and code, how it was sampled and where, and the releases.
+The key covers everything that affects them: the base's bytes, config and code, the sampler, the device, and releases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scale_surgery.text.sequences import Sequences
 if TYPE_CHECKING:
     from scale_surgery.training.base_samples import Sampling
 
-# keys of a config that say nothing of how its base computes
+# keys of a config that do not affect the base's computation
 NOT_COMPUTED = (
     CONFIG_KEY,
     "architectures",
@@ -41,29 +41,32 @@ NOT_COMPUTED = (
 
 @dataclass(frozen=True)
 class OwnText:
-    """Texts that a base wrote; `found` says if an earlier run drew them, or why the next run will not find them."""
+    """Texts that a base wrote.
+
+    `found` notes that an earlier run drew them, or why the next run will not find them; otherwise it is empty.
+    """
 
     texts: Sequences
     found: str
 
     @property
     def description(self) -> str:
-        """How many texts and tokens."""
+        """Number of texts and tokens, with their origin."""
         drawn = f"{counted(len(self.texts), 'sample')} of the base, {counted(self.texts.tokens, 'token')}"
         return f"{drawn} ({self.found})" if self.found else drawn
 
 
 def identity_of(manifest: Manifest, hashes: Mapping[str, str] | None = None) -> list[Any]:
-    """The base of an expanded model, by the bytes of its tensors, of its config and of code of its own.
+    """Return the identity of an expanded model's base: hashes of its tensors, its config and its own code.
 
-    `hashes` are those of the base's tensors; by default those in the record, for a folder that was checked against it.
+    `hashes` are the hashes of the base's tensors. By default they come from the record, for an already checked folder.
     """
     texts = {name: file.sha256 for name, file in manifest.base_files.items() if _decides(name)}
     return [sorted((manifest.base_hashes if hashes is None else hashes).items()), sorted(texts.items())]
 
 
 def identity_in(path: Path, manifest: Manifest | None) -> list[Any]:
-    """The same of a folder, expanded or not, whose base tensors are read and hashed."""
+    """Return the same identity for a folder, expanded or not; its base tensors are read and hashed."""
     checkpoint = open_checkpoint(path)
     if manifest is not None:
         return identity_of(manifest, hash_parts(checkpoint, manifest, manifest.base_tensors))
@@ -78,14 +81,14 @@ def _decides(file: str) -> bool:
 def made_of(
     model: Any, base: Sequence[Any], begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
 ) -> dict[str, Any]:
-    """All that decides what a base writes."""
+    """Return everything that affects the samples of a base."""
     return {
         "samples": asdict(sampling) | {"begins": [list(begin) for begin in begins], "end": tokenizer.eos_token_id},
         "base": hashlib.sha256(repr(base).encode()).hexdigest(),
-        # rows of new tokens take part in the drawing of lots
+        # rows of new tokens change the random numbers
         "vocabulary": model.config.get_text_config(decoder=True).vocab_size,
         "runs": [model.device.type, str(model.dtype), str(model.config._attn_implementation)],
-        # what runs, whatever a record says of it: the name of a module from a folder holds a hash of its code
+        # the code that runs, not the record of it: the name of a folder's module contains a hash of its code
         "config": {key: str(value) for key, value in _stock_values(model.config.to_dict()).items()},
         "code": type(model).__module__ if type(model).__module__.startswith("transformers_modules") else "",
         "tool": tool_versions(),
@@ -93,7 +96,7 @@ def made_of(
 
 
 def _stock_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a config by which a base computes, those of parts too; an expanded model has them as its base does."""
+    """Return the config values, nested too, that affect the base's computation; an expanded model has the same."""
     parts = {key: _stock_values(value) for key, value in config.items() if isinstance(value, dict)}
     return {key: value for key, value in ({**config, **parts}).items() if key not in NOT_COMPUTED}
 
@@ -101,7 +104,7 @@ def _stock_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def kept_or_drawn(
     draw: Callable[[], Sequences], made_of: Mapping[str, Any], cache: Path | None, track: Track
 ) -> OwnText:
-    """Find the samples that an earlier run of the same base kept, or draw them and keep them."""
+    """Find the samples stored by an earlier run of the same base, or draw and store them."""
     own = _kept_or_drawn(draw, made_of, cache)
     if own.found:
         with track("samples", 1) as advance:

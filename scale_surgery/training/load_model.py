@@ -1,4 +1,4 @@
-"""Load a model to be trained, and refuse one that could not learn."""
+"""Load a model for training, and refuse a model that could not learn."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from scale_surgery.training.settings import GROUPS, Quantisation, TrainingSettin
 
 
 def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
-    """Load a model to be trained: trained parameters in float32, all others frozen, in the dtype of the base.
+    """Load a model for training: trained parameters in float32, all others frozen in the dtype of the base.
 
-    That is their stored dtype, or float32 where `choose_precision` widens it.
+    That is their stored dtype, or float32 if `choose_precision` widens it.
     """
     kind = settings.base_quantization
     widens = choose_precision(checkpoint.running_dtype, settings, run).widens
     model = _load(checkpoint, run, widens=widens) if kind is None else _load_quantised(checkpoint, kind, run)
     others = [name for name in getattr(model, "expansions", ()) if name not in names_in(checkpoint)]
     for name in others:
-        # it does not train, and would take memory
+        # other expansions do not train, and would take memory
         model.delete_expansion(name)
     if others:
         model.set_expansion(*names_in(checkpoint))
@@ -57,7 +57,7 @@ def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOp
 
 
 def names_in(checkpoint: Checkpoint) -> list[str]:
-    """Names of the expansions in config.json; the folder may hold others."""
+    """Return the names of the expansions in config.json; the folder may hold others."""
     entries = specs_of_expansions(checkpoint.config[CONFIG_KEY])
     return [str(entry["name"]) for entry in entries if "name" in entry]
 
@@ -70,7 +70,7 @@ def _load(checkpoint: Checkpoint, run: RunOptions, *, widens: bool) -> Any:
 
 
 def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantisation | None, run: RunOptions) -> None:
-    """Refuse a quantised base that this expansion, launch or installation does not allow."""
+    """Refuse a quantised base if the expansion, the launch or the installation does not support it."""
     from accelerate.utils import parse_flag_from_env
 
     if kind is None:
@@ -85,7 +85,7 @@ def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantis
 
 
 def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions) -> Any:
-    """Load the base of a checkpoint quantised, and put the expansion around it."""
+    """Load the base of a checkpoint quantised, and add the expansion to it."""
     from accelerate import PartialState
 
     _, manifest = open_expansion(checkpoint.path, *names_in(checkpoint))
@@ -104,7 +104,7 @@ def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions)
 
 
 def _quantisation(kind: Quantisation, dtype: str) -> Any:
-    """Settings of the quantiser; products of four bits are computed in the dtype of the base."""
+    """Return the settings of the quantiser; 4-bit products are computed in the dtype of the base."""
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -116,7 +116,7 @@ def _quantisation(kind: Quantisation, dtype: str) -> Any:
 
 
 def check_reach(stored: InMemory, checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Refuse to train copies of layers whose zero output tensors stay frozen: nothing would reach the output."""
+    """Refuse to train copies of layers while their zero output tensors stay frozen: nothing would reach the output."""
     if manifest.plan.numbering is None:
         return
     mute = [tensor.name for tensor in manifest.plan.method.guards(manifest.plan)]
@@ -131,7 +131,7 @@ def check_reach(stored: InMemory, checkpoint: Checkpoint, manifest: Manifest) ->
 
 
 def _is_trapped(model: Any) -> bool:
-    """Whether two equal copies of an MLP, the base's and the new one, would train in the same way."""
+    """Return True if two equal copies of an MLP, the base's and the new one, would train identically."""
     from torch import equal, nn
 
     def is_half(down: Any) -> bool:
@@ -145,7 +145,7 @@ def _is_trapped(model: Any) -> bool:
 
 
 def _is_base_everywhere(model: Any) -> bool:
-    """Whether a strict cosine router gives the base's logits everywhere, as all W12 are zero."""
+    """Return True if a strict cosine router gives the base's logits everywhere, because all W12 are zero."""
     router = model.config.scale_surgery[ROUTER_KEY]
     blocks = (part.parameter for part in expansion_parts(model) if part.group == "w12")
     return router["router"] == "cosine" and router["strict"] and not any(block.count_nonzero() for block in blocks)

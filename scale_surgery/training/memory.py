@@ -1,4 +1,4 @@
-"""Forecast the memory of a training run from a plan: weights, what AdamW keeps, activations, and a piece of logits."""
+"""Forecast the memory of a training run from a plan: weights, AdamW's state, activations, and a piece of logits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from scale_surgery.running.pieces import LOGITS_AT_ONCE
 from scale_surgery.training.arguments import Precision
 from scale_surgery.training.settings import TrainingSettings
 
-# measured on Gemma 3 270M, resident: the interpreter with torch, transformers and its Trainer, and what malloc keeps; a
-# byte of tokenizer.json, once it is loaded
+# resident bytes, measured on Gemma 3 270M: of the interpreter with torch, transformers, its Trainer and malloc's kept
+# memory; and per byte of a loaded tokenizer.json
 TRAINER_BYTES, TOKENIZER_BYTES = 900_000_000, 16
-# bytes of a trained parameter in float32: itself, its gradient, and two moments of AdamW
+# bytes per trained parameter in float32: itself, its gradient, and two moments of AdamW
 TRAINED_BYTES = 16
-# bytes of each logit of a piece: of the base stream, of the up stream, their sum, its gradient and one more in half
-# precision, or one of them and its gradient in float32, where products are added in place
+# bytes per logit of a piece. In half precision: base stream, up stream, their sum, its gradient and one more. In
+# float32, with products added in place: one of them and its gradient
 LOGIT_BYTES = 10
-# the same where a routed model is measured: of both paths and of their mixture, in float32 and as log-probabilities
+# the same if a routed model is measured: both paths and their mixture, in float32 and as log-probabilities
 ROUTED_LOGIT_BYTES = 45
-# numbers of a token that a layer keeps for its backward pass, as multiples of its hidden and its inner size: where
-# gradients pass through the base stream, and where through the up stream alone
+# numbers per token that a layer keeps for its backward pass, as multiples of its hidden and its inner size: if
+# gradients pass through the base stream, and if they pass only through the up stream
 KEPT, KEPT_OF_UP = (16, 6), (5, 2)
-# numbers of a token that stand beside them while a layer runs
+# further numbers per token while a layer runs
 RUNNING = (4, 4)
 ACTIVATION_BYTES = 4
 
@@ -30,24 +30,24 @@ ACTIVATION_BYTES = 4
 def forecast_memory(
     plan: Plan, base: Checkpoint, trained: int, settings: TrainingSettings, precision: Precision, length: int
 ) -> int:
-    """Forecast the peak memory of one process that trains.
+    """Forecast the peak memory in bytes of one training process.
 
     Args:
-        plan: What was added to the base.
+        plan: Plan of the expansion.
         base: The base.
-        trained: Parameters that train.
-        settings: How they train.
-        precision: In what the model computes.
+        trained: Number of trained parameters.
+        settings: Settings of the training.
+        precision: Precision of the model.
         length: Tokens of a sequence.
     """
     sizes, costs = plan.sizes, plan.costs
-    # rehearsal has a forward and a backward pass of its own
+    # rehearsal has its own forward and backward pass
     tokens = max(settings.batch_size, settings.rehearsed_rows if settings.rehearse else 0) * length
     first = costs.up_stream_from if costs.base_stream_from is None else costs.base_stream_from
     hidden, inner = KEPT_OF_UP if costs.base_stream_from is None else KEPT
     kept = (sizes.layers - first) * (hidden * sizes.hidden + inner * sizes.inner)
     if settings.gradient_checkpointing:
-        # the input of each layer, and all of one
+        # the input of each layer, and everything inside one layer
         kept = kept // max(1, sizes.layers - first) + (sizes.layers - first) * sizes.hidden
     running = RUNNING[0] * sizes.hidden + RUNNING[1] * sizes.inner
     logits = min(LOGITS_AT_ONCE, tokens * sizes.vocabulary)
@@ -57,7 +57,7 @@ def forecast_memory(
 
 
 def forecast_measuring(plan: Plan, base: Checkpoint, tokens: int) -> int:
-    """Forecast the peak memory of the process that has trained, and measures a routed model on batches of tokens."""
+    """Forecast the peak memory in bytes of a process that measures a routed model after training."""
     stored = sum(info.bytes for info in base.tensors.values())
     logits = min(LOGITS_AT_ONCE, tokens * plan.sizes.vocabulary)
     return _process(base) + stored + plan.costs.bytes_added + ROUTED_LOGIT_BYTES * logits

@@ -1,6 +1,6 @@
-"""The pilot: a short training run of a base model, of which only the size of each layer's change is kept.
+"""The pilot: a short training run of a base model that measures the size of each layer's change.
 
-A trained parameter takes 12 bytes, float32 and two moments of AdamW; its initial value stays in main memory in the
+A trained parameter takes 12 bytes: float32 and two moments of AdamW. Its initial value stays in main memory in the
 stored dtype. All other parameters keep their stored dtype.
 """
 
@@ -29,7 +29,7 @@ from scale_surgery.training.arguments import WARM_UP
 from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.ranking import RankingSettings
 
-# losses at the beginning and at the end are means over this share of the steps
+# the first and the last loss are means over this share of the steps
 REPORTED_SHARE = 0.05
 
 
@@ -55,7 +55,7 @@ def run_pilot(
     start = {layer: [matrix.detach().to("cpu", copy=True) for matrix in some] for layer, some in matrices.items()}
     model.requires_grad_(False)
     for matrix in chain.from_iterable(matrices.values()):
-        # an update of less than a 256th of a bfloat16 number would be lost
+        # bfloat16 would lose an update of less than a 256th of a number
         matrix.data = matrix.data.float()
         matrix.requires_grad_(True)
         _step_in_backward(matrix, settings, steps)
@@ -74,7 +74,7 @@ def run_pilot(
 
 
 def find_matrices(model: Any, facts: Architecture) -> dict[int, list[nn.Parameter]]:
-    """The matrices of each layer's MLP or mixture, or of all its blocks where it has neither."""
+    """Return the matrices of each layer's MLP or mixture, or of all its blocks if it has neither."""
     matrices = {}
     for number, layer in enumerate(model.get_submodule(facts.layers_path)):
         blocks = facts.kind(number).blocks
@@ -86,7 +86,7 @@ def find_matrices(model: Any, facts: Architecture) -> dict[int, list[nn.Paramete
 
 
 def _step_in_backward(matrix: nn.Parameter, settings: RankingSettings, steps: int) -> None:
-    """Let AdamW step on a matrix as soon as it has a gradient, so that one gradient is held at a time."""
+    """Let AdamW update a matrix as soon as it has a gradient, so that only one gradient is held at a time."""
     optimizer = torch.optim.AdamW([matrix], lr=settings.learning_rate, weight_decay=0.0)
     schedule = LambdaLR(optimizer, lambda step: share_of_rate(step + 1, steps))
 
@@ -99,7 +99,7 @@ def _step_in_backward(matrix: nn.Parameter, settings: RankingSettings, steps: in
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """Share of the highest learning rate at a step, which counts from 1: a straight line up, then one down to zero."""
+    """Return the share of the highest learning rate at a step, from 1: a linear rise, then a linear fall to zero."""
     warm_up = math.ceil(WARM_UP * steps)
     return step / warm_up if step <= warm_up else (steps + 1 - step) / (steps + 1 - warm_up)
 
@@ -109,7 +109,7 @@ def _train(model: Any, text: Sequences, settings: RankingSettings, steps: int, p
     model.train()
     model.config.use_cache = False
     if settings.gradient_checkpointing:
-        # a release of transformers 5 renamed it
+        # renamed within transformers 5
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     order = torch.Generator().manual_seed(settings.seed)
@@ -121,7 +121,7 @@ def _train(model: Any, text: Sequences, settings: RankingSettings, steps: int, p
         generator=order,
     )
     with torch.random.fork_rng():
-        torch.manual_seed(settings.seed)  # what models draw, such as dropout
+        torch.manual_seed(settings.seed)  # for randomness inside models, such as dropout
         for step, batch in enumerate(islice(chain.from_iterable(repeat(loader)), steps), start=1):
             inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
             with precision:
@@ -138,7 +138,7 @@ def _train(model: Any, text: Sequences, settings: RankingSettings, steps: int, p
 
 @torch.no_grad()
 def _change(layer: int, start: Sequence[Tensor], end: Sequence[Tensor]) -> float:
-    """|W' - W| / |W| of all matrices of a layer as one."""
+    """Return |W' - W| / |W| of all matrices of a layer together."""
     norm = torch.linalg.vector_norm
     changes = [float(norm(new.cpu() - old, dtype=torch.float64)) for old, new in zip(start, end, strict=True)]
     changed, whole = math.hypot(*changes), math.hypot(*(float(norm(old, dtype=torch.float64)) for old in start))

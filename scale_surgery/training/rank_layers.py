@@ -1,8 +1,8 @@
-"""Choose layers: train a pilot for a few steps, and propose the most changed layers that a budget pays for.
+"""Choose layers: train a pilot for a few steps, and propose the most changed layers that fit a budget.
 
 plan and budget -> text -> pilot -> layers
 
-All checks run before a weight is read. Nothing is written to the model's folder, and the pilot is discarded.
+All checks run before any weight is read. Nothing is written to the model's folder, and the pilot is discarded.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from scale_surgery.text.sequences import Sequences
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-# by default no text is read more often, as a text learned by heart says little of layers
+# default steps, and most passes by default: a memorised text says little about layers
 USUAL_STEPS, USUAL_PASSES = 100, 4
-# changes within this share of the least proposed one are a tie
+# changes within this share of the least proposed one count as tied
 TIED_WITHIN = 0.1
 
-# parameters that an expansion of some layers adds
+# number of parameters that an expansion of some layers adds
 Price = Callable[[Sequence[int]], int]
 
 
@@ -58,20 +58,20 @@ def rank_layers(
 
         change of a layer = |W' - W| / |W|        W its matrices before the run, W' after it, |.| the Frobenius norm
 
-    Grow, Don't Overwrite (arXiv 2603.08647) ranks layers by the size of their update in a pilot run; that the size is
-    relative, and which matrices count, is ours.
+    Grow, Don't Overwrite (arXiv 2603.08647) ranks layers by the size of their update in a pilot run. The division by
+    |W| and the choice of matrices are ours.
 
     Args:
         model: A base model, a folder or a Hub id; nothing is written to it.
         data: Files to learn from; see `documents.read_documents`.
         request: The planned expansion, which sets the cost of layers; its `layers` are the candidates.
-        settings: The budget, and how the pilot trains.
-        run: How the pilot runs: device, and trust_remote_code.
+        settings: The budget, and the settings of the pilot.
+        run: Options of the pilot's run: device, and trust_remote_code.
         revision: Branch, tag or commit of a Hub repository.
         track: Makes progress bars.
 
     Returns:
-        How much each layer changed, and the layers that the budget pays for.
+        The change of each layer, and the layers that fit the budget.
 
     Raises:
         CheckpointError: If the model cannot be read, or is expanded.
@@ -121,10 +121,10 @@ def rank_layers(
 def plan_candidates(
     source: Source, checkpoint: Checkpoint, request: Request, settings: RankingSettings, run: RunOptions
 ) -> tuple[Plan, int, Price]:
-    """The plan of all candidates, the budget, and what some of them cost; refuses all but texts."""
+    """Return the plan of all candidates, the budget, and the price of any choice; check everything except the texts."""
     request = _checked(request, settings)
     if CONFIG_KEY in checkpoint.config or checkpoint.manifest is not None:
-        refuse_form(source.path, "expanded", "base")  # layers are chosen before an expansion
+        refuse_form(source.path, "expanded", "base")  # layers are chosen before a model is expanded
     choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
     plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
 
@@ -154,7 +154,7 @@ def _read_text(
     run: RunOptions,
     vocabulary: int,
 ) -> Sequences:
-    """The text as token sequences, all of one length but the last."""
+    """Read the text as token sequences of equal length, except the last."""
     from scale_surgery.text.documents import read_documents
     from scale_surgery.text.tokenizing import pack, tokenize, without_unscored
 
@@ -168,7 +168,7 @@ def _read_text(
 
 
 def read_budget(text: str, parameters: int) -> int:
-    """Number of parameters in a budget such as 30%, 200M or 250000."""
+    """Parse a budget such as 30%, 200M or 250000 into a number of parameters."""
     match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*)\s*(%|[kKmMbB]?)", text.strip())
     number = float(match[1].replace("_", "")) if match else 0.0
     if match is None or not number or not isfinite(number):
@@ -178,7 +178,7 @@ def read_budget(text: str, parameters: int) -> int:
 
 def check_budget(budget: int, layers: Sequence[int], price: Price, text: str) -> None:
     """Check that a budget pays for at least one layer."""
-    if any(price([layer]) <= budget for layer in reversed(layers)):  # the lowest often costs most
+    if any(price([layer]) <= budget for layer in reversed(layers)):  # the lowest layer often costs most
         return
     costs = {layer: price([layer]) for layer in layers}
     layer = min(costs, key=lambda layer: costs[layer])
@@ -187,12 +187,15 @@ def check_budget(budget: int, layers: Sequence[int], price: Price, text: str) ->
 
 
 def order_layers(changes: Mapping[int, float]) -> list[int]:
-    """Layers from the largest change to the smallest; of equal ones the higher layer first."""
+    """Return the layers from the largest change to the smallest; if equal, the higher layer first."""
     return sorted(changes, key=lambda layer: (changes[layer], layer), reverse=True)
 
 
 def propose_layers(budget: int, changes: Mapping[int, float], price: Price) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The most changed layers that a budget pays for, of tied ones the last; and the ties, if not all are proposed."""
+    """Return the most changed layers that fit a budget, and the tied layers if the budget does not pay for all.
+
+    Of tied layers, the last are proposed.
+    """
     order = order_layers(changes)
     chosen = _affordable(budget, order, price)
     least = min(changes[layer] for layer in chosen)
@@ -209,7 +212,7 @@ def _affordable(budget: int, order: Sequence[int], price: Price) -> list[int]:
     """Take layers while the budget pays for them, and skip those that do not fit."""
     chosen: list[int] = []
     for layer in order:
-        # layer 0 may cost more than the next one, since it widens the embedding too
+        # layer 0 may cost more than layer 1, since it also widens the embedding
         if price(sorted([*chosen, layer])) <= budget:
             chosen.append(layer)
     return chosen

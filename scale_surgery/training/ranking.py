@@ -1,4 +1,4 @@
-"""Settings and result of ranking layers: how much each layer changed, and which ones a budget pays for."""
+"""Settings and result of ranking layers: the change of each layer, and the layers that fit a budget."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from scale_surgery.fields import Count, Range, Seed, SequenceLength
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 
-# fewer optimizer steps of a pilot give a warning
+# fewer optimizer steps of a pilot cause a warning
 ENOUGH_STEPS = 50
 
 
 @dataclass(frozen=True)
 class RankingSettings:
-    """What an expansion may cost, and how the pilot trains: by AdamW without weight decay.
+    """Budget of an expansion, and settings of the pilot, which trains by AdamW without weight decay.
 
     Attributes:
         budget: Parameters that the expansion may add: a share of the base's such as 30%, or a number such as 200M.
@@ -41,11 +41,11 @@ class RankingSettings:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """How much the pilot changed a layer.
+    """The change of a layer in the pilot.
 
     Attributes:
         layer: Number of the layer.
-        change: |W' - W| / |W|, the Frobenius norms of all its matrices that trained, taken together.
+        change: |W' - W| / |W|, Frobenius norms of all its trained matrices together.
     """
 
     layer: int
@@ -58,26 +58,26 @@ class Ranking:
 
     Attributes:
         name: Hub id, or name of the model's folder.
-        model: The model as it was given.
-        revision: Branch, tag or commit that was given.
-        trust_remote_code: Whether the model's own code was allowed to run.
+        model: The model as given.
+        revision: Branch, tag or commit as given.
+        trust_remote_code: True if the model's own code was allowed to run.
         family: Its `model_type`.
-        request: The expansion to be, as it was asked for; its layers are those that were ranked.
+        request: The requested expansion; its layers are the ranked layers.
         settings: Settings of the pilot.
         steps: Its optimizer steps.
         tokens: Tokens of the text.
         passes: Passes over them.
-        trained_parameters: Number of parameters that trained.
+        trained_parameters: Number of trained parameters.
         first_loss: Loss of its first steps, nats per token.
         last_loss: Loss of its last steps, nats per token.
-        layers: How much each layer changed, from the most to the least.
+        layers: Change of each layer, from the largest to the smallest.
         parameters: Parameters of the base as stored.
         budget: Parameters that the expansion may add.
-        proposed: The layers that the budget pays for, ascending.
-        argument: The proposed layers as --layers takes them.
-        parameters_added: Parameters that an expansion of them adds.
-        tied: Layers among which the changes do not decide, ascending: those within a tenth of the least changed one
-            that the budget pays for. Empty where all of them are proposed.
+        proposed: The layers that fit the budget, ascending.
+        argument: The proposed layers as the value of --layers.
+        parameters_added: Parameters added by expanding them.
+        tied: Layers too close to rank, ascending: those within a tenth of the least changed layer that fits the budget.
+            Empty if all of them are proposed.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Ranking:
 
     @property
     def tie(self) -> str:
-        """The layers that tie with proposed ones, in a sentence; empty where there are none."""
+        """The layers tied with proposed ones, in a sentence; empty if there are none."""
         if not self.tied:
             return ""
         count = sum(layer in self.proposed for layer in self.tied)
@@ -130,5 +130,5 @@ class Ranking:
         return tuple(warnings)
 
     def to_json(self) -> dict[str, Any]:
-        """The result as plain JSON values."""
+        """Return the result as plain JSON values."""
         return plain_json(asdict(self) | {"tie": self.tie, "warnings": self.warnings})

@@ -1,11 +1,11 @@
 """The default learning rate, by the width of the widened model.
 
-In one step AdamW moves every number by about the learning rate, whatever its gradient. A product over n features then
+In one step AdamW moves every number by about the learning rate, for any gradient. A product over n features then
 moves by rate * sum |x|, which grows with n. So the rate falls with 1 / n, as in maximal update parametrisation
-(arXiv 2203.03466), and n is the width of the residual stream and the up stream together.
+(arXiv 2203.03466). Here n is the total width of the residual stream and the up stream.
 
-In `preserve` only the new columns of the head read the up stream. They start at zero and are few, so it takes three
-times the rate.
+In `preserve` only the new columns of the head read the up stream. They start at zero and are few, so the rate is three
+times as high.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRESERVE_FACTOR = 3
 
 
 def default_rate(plan: Plan) -> float:
-    """Return the default learning rate of an expansion, in two digits."""
+    """Return the default learning rate of an expansion, to two digits."""
     width = plan.sizes.hidden + plan.widths.up_width
     writes_into_base = {"w12", "new_rows"} & {tensor.block for tensor in plan.tensors} or not plan.widths.up_width
     factor = 1 if writes_into_base else PRESERVE_FACTOR
@@ -29,5 +29,5 @@ def default_rate(plan: Plan) -> float:
 
 
 def with_rate(settings: TrainingSettings, plan: Plan) -> TrainingSettings:
-    """Give settings the default learning rate if they have none."""
+    """Return the settings, with the default learning rate if they have none."""
     return settings if settings.learning_rate is not None else replace(settings, learning_rate=default_rate(plan))

@@ -1,12 +1,12 @@
-"""Rehearsal: beside the text to learn, keep the model close to its base on other text.
+"""Rehearsal: while learning new text, keep the model close to its base on other text.
 
     loss = cross entropy (new text) + weight * KL(base || model) on rehearsal text
 
-The base is part of the model, so its predictions cost one forward pass without gradient, or only the head where the
-base stream is unchanged. With text that the base writes itself this is pseudo-rehearsal (Robins 1995) with the loss of
-Learning without Forgetting (Li and Hoiem 2016); samples of a language model as its own rehearsal: Huang et al. 2024,
-Mitigating Catastrophic Forgetting in Large Language Models with Self-Synthesized Rehearsal. How much it keeps is
-measured, and not proved as a router's promise is.
+The model contains its base, so the base's predictions cost one forward pass without gradient, or only the head if the
+base stream is unchanged. If the base writes the text itself, this is pseudo-rehearsal (Robins 1995) with the loss of
+Learning without Forgetting (Li and Hoiem 2016). Huang et al. 2024, Mitigating Catastrophic Forgetting in Large Language
+Models with Self-Synthesized Rehearsal, rehearse a language model's own samples. Rehearsal carries no proof, unlike a
+router's promise; its effect is only measured.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.chunked_loss import sum_of_pieces
 from scale_surgery.training.settings import TrainingSettings
 
-# most float32 numbers held at once beside the logits
+# most float32 numbers held at once besides the logits
 CHUNK = 2**24
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Rehearsal text in batches of `rows` sequences; `weight` is that of the divergence in the loss."""
+    """Rehearsal text in batches of `rows` sequences; `weight` is the weight of the divergence in the loss."""
 
     sequences: Sequences
     rows: int
@@ -42,7 +42,7 @@ class Rehearsal:
     seed: int
 
     def batch(self, number: int) -> dict[str, Tensor]:
-        """The batch with a number, from 0, of an endless order: each pass over the text is shuffled anew."""
+        """Return a batch by its number, from 0, in an endless order that reshuffles each pass over the text."""
         rows = range(number * self.rows, (number + 1) * self.rows)
         batch = collate([self.sequences[self._place(row)] for row in rows])
         # a label would make the model compute a loss
@@ -60,20 +60,20 @@ def _order(count: int, seed: int) -> Tensor:
 
 
 def make_rehearsal(sequences: Sequences | None, settings: TrainingSettings) -> Rehearsal | None:
-    """The rehearsal of a run; None without text."""
+    """Return the rehearsal of a run; None without text."""
     if sequences is None:
         return None
     return Rehearsal(sequences, settings.rehearsed_rows, settings.rehearsal_weight, settings.seed)
 
 
 def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor], tail: Tail | None = None) -> Tensor:
-    """KL(base || model) over the next token, a mean over the tokens of a batch.
+    """Return KL(base || model) over the next token, a mean over the tokens of a batch.
 
     Args:
         model: The model as it is wrapped.
-        inside: The model itself.
+        inside: The unwrapped model.
         batch: Its inputs.
-        tail: How the model reads logits in pieces; None for those of all tokens at once.
+        tail: Modules that compute logits in pieces; None to compute those of all tokens at once.
     """
     if tail is not None:
         return divergence_in_pieces(model, inside, batch, tail)
@@ -82,9 +82,9 @@ def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor], tail
 
 
 def divergence_in_pieces(model: Any, inside: Any, batch: dict[str, Tensor], tail: Tail) -> Tensor:
-    """The same, of logits of some tokens at a time."""
+    """Return the same mean, computed from the logits of some tokens at a time."""
     mask = batch["attention_mask"].bool()
-    # a router reads all tokens where they are
+    # a router needs all tokens at their positions
     wanted = mask if getattr(getattr(inside, "choice", None), "router", None) is None else None
     beside: list[Pieces] = []
 
@@ -103,7 +103,7 @@ def divergence_in_pieces(model: Any, inside: Any, batch: dict[str, Tensor], tail
             else:
                 base, logits = logits.chunk(2)
             rows = [tensor[kept[:, positions]] for tensor in (logits, base.detach())]
-            # padding alone has no mean
+            # a piece of padding alone has no mean
             return Divergence.apply(*rows) * (len(rows[0]) / total) if len(rows[0]) else total.new_zeros(())
 
         return sum_of_pieces(tail.head, loss_of, pieces)
@@ -120,16 +120,16 @@ def divergence_in_pieces(model: Any, inside: Any, batch: dict[str, Tensor], tail
 
 
 def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
-    """KL(base || model) of logits (rows, tokens, vocabulary), a mean over the tokens of the mask."""
+    """Return KL(base || model) of logits (rows, tokens, vocabulary), a mean over the tokens of the mask."""
     kept = mask.bool()
-    # logits are large, and not copied where there is no padding
+    # logits are large, so they are not copied if there is no padding
     rows = [tensor.flatten(0, 1) if kept.all() else tensor[kept] for tensor in (logits, base)]
     mean: Tensor = Divergence.apply(*rows)
     return mean
 
 
 def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Logits of the base without gradient, and of the model; from one forward where that gives both."""
+    """Return the logits of the base, without gradient, and of the model; from one forward pass if possible."""
     if carries_base_logits(inside):
         with answering_both(inside):
             base, logits = model(**batch, use_cache=False).logits.chunk(2)
@@ -140,7 +140,7 @@ def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tup
 
 
 def carries_base_logits(model: Any) -> bool:
-    """Whether one forward gives the base's logits too: no W12 writes into the base stream, and nothing is random."""
+    """Return True if a forward pass also yields the base's logits: no W12 writes into its stream, nothing is random."""
     choice = getattr(model, "choice", None)
     if choice is None or len(choice.names) != 1 or choice.router is not None:
         return False
@@ -150,37 +150,37 @@ def carries_base_logits(model: Any) -> bool:
 
 
 def _disturbs(owner: Any) -> bool:
-    """Whether something random happens in training: dropout, or the noise of a mixture's router."""
+    """Return True if training is random here: dropout, or the noise of a mixture's router."""
     named = [value for name, value in vars(owner).items() if "drop" in name or "jitter" in name]
     rates = [*named, owner.p] if isinstance(owner, torch.nn.Dropout) else named
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def answering_both(model: Any) -> AbstractContextManager[None]:
-    """Let the head give logits of the base and of the expansion inside a `with` block."""
-    # an expansion without W12 leaves the base stream as it is: both paths read the same one
+    """Let the head return logits of the base and of the expansion inside a `with` block."""
+    # an expansion without W12 does not change the base stream: both paths read the same one
     base = model.choice.paths[0]._replace(expansion="")
     both: AbstractContextManager[None] = model.answering(_give_both, (base, *model.choice.paths))
     return both
 
 
 def _give_both(features: Any) -> Tensor:
-    """Logits of the base and of the expansion, one after the other along the batch."""
+    """Return the logits of the base and of the expansion, joined along the batch."""
     base, logits = features.logits()
     return torch.cat((base.detach(), logits))
 
 
 class Divergence(torch.autograd.Function):
-    """KL(base || model) of logits, a mean over tokens, some tokens at once.
+    """KL(base || model) of logits, a mean over tokens, some tokens at a time.
 
         KL = sum_v p_base(v) (log p_base(v) - log p(v)),   dKL/dlogit(v) = p(v) - p_base(v)
 
-    The gradient is made beside the loss, in the dtype of the logits, so that no distribution is kept.
+    The gradient is computed along with the loss, in the dtype of the logits, so no distribution is kept.
     """
 
     @staticmethod
     def forward(context: Any, logits: Tensor, base: Tensor) -> Tensor:
-        """Nats per token."""
+        """Return the nats per token."""
         tokens, vocabulary = logits.shape
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
@@ -196,6 +196,6 @@ class Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The gradient by the model's logits."""
+        """Return the gradient with respect to the model's logits."""
         (gradient,) = context.saved_tensors
         return gradient * gradients[0].to(gradient.dtype), None

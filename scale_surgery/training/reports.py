@@ -1,4 +1,4 @@
-"""Report a run to TensorBoard, Weights & Biases and others, by the callbacks of transformers."""
+"""Reports of a run to TensorBoard, Weights & Biases and others, by the callbacks of transformers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from scale_surgery.training.run_folder import TrainingRun
 if TYPE_CHECKING:
     from transformers import Trainer
 
-# not among the installed reports of transformers; their callbacks check their packages themselves
+# missing from transformers' list of installed reports; their callbacks check their packages themselves
 UNLISTED = ("azure_ml", "flyte", "kubeflow")
-# packages whose name differs from that of the report
+# packages with another name than the report
 PACKAGES = {"comet_ml": "comet-ml"}
 
 
 def find_reports(names: Sequence[str]) -> dict[str, Any]:
-    """Find the callbacks that report a run."""
+    """Return the callbacks that report a run."""
     asked = [name for name in dict.fromkeys(names) if name != "none"]
     if not asked:
         return {}
@@ -32,7 +32,7 @@ def find_reports(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _report_problem(name: str) -> Problem | None:
-    """Find why a callback cannot be made."""
+    """Return the reason why a callback cannot be made, or None."""
     from transformers.integrations import integration_utils
 
     callbacks = integration_utils.INTEGRATION_TO_CALLBACK
@@ -59,13 +59,13 @@ def reporting(
     if board is None or not is_main:
         yield
         return
-    # files for TensorBoard go into the run's folder, unless TENSORBOARD_LOGGING_DIR says otherwise; a resumed run goes
-    # on in the same place, and hides what was logged after the checkpoint that it begins with
+    # TensorBoard's files go into the run's folder unless TENSORBOARD_LOGGING_DIR is set. A resumed run continues there,
+    # and hides entries logged after the checkpoint from which it resumes
     latest = training.whole_checkpoints()[-1:]
     begin = training.step_of(latest[0]) + 1 if latest else 0
-    # the callback opens it again for the measurement after the last step
+    # the callback reopens it for the measurement after the last step
     board.logging_dir = board.logging_dir or str(training.target / REPORTS_FOLDER)
-    # the callback knows which of two packages is there
+    # the callback knows which of two packages is installed
     board.tb_writer = board._SummaryWriter(log_dir=board.logging_dir, purge_step=begin if resume else None)
     try:
         yield

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from scale_surgery.text.sequences import Sequences
     from scale_surgery.training.trainer import ExpansionTrainer
 
-# the least fall of the loss, as a share, for which a run gives no warning
+# least relative fall of the loss without a warning
 LEAST_FALL = 0.01
 
 
 @dataclass(frozen=True)
 class LossChange:
-    """The loss before the first step and after the last one: the same tokens, measured by the same code.
+    """The loss before the first step and after the last one, measured on the same tokens by the same code.
 
     Attributes:
         text: The measured text: "new" for the new text of --eval-data, "text" for some of the sequences to learn.
         sequences: Number of measured sequences.
-        before: Nats per token before the first step; None where the log does not say.
+        before: Nats per token before the first step; None if the log lacks it.
         after: Nats per token after the last step.
     """
 
@@ -39,21 +39,21 @@ class LossChange:
 
 @dataclass(frozen=True)
 class Training:
-    """What `train` did.
+    """The result of `train`.
 
     Attributes:
         path: The trained checkpoint.
         steps: Optimizer steps in all.
         seconds: Time since this call began training.
-        trained_parameters: Number of parameters that trained.
+        trained_parameters: Number of trained parameters.
         loss: Last loss of the log, nats per token.
         change: The loss before and after, on the same tokens.
         schedule: Its schedule.
-        warnings: Why it taught little.
-        measured: Last measurement on old and new text; empty where nothing was measured.
+        warnings: Reasons why it learned little.
+        measured: Last measurement on old and new text; empty if nothing was measured.
         log: Log of the run, JSON lines.
         curves: Curves of the run, PNG.
-        left_out: Files of the expanded folder that were not taken along: weights in other formats, links that lead out.
+        left_out: Files of the expanded folder that were not copied: weights in other formats, links that lead out.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class Training:
 def describe_run(
     trainer: ExpansionTrainer, training: TrainingRun, schedule: TrainingSchedule, seconds: float
 ) -> Training:
-    """The result of a finished run."""
+    """Return the result of a finished run."""
     log = trainer.state.log_history
     change = compare_losses(log, trainer.sides)
     losses = [entry["loss"] for entry in log if "loss" in entry]
@@ -94,7 +94,7 @@ def describe_run(
 
 
 def compare_losses(log: Sequence[Mapping[str, Any]], sides: Mapping[str, Sequences]) -> LossChange | None:
-    """The loss before and after in the log, on new text or on a sample; None where it was not measured."""
+    """Return the loss before and after from the log, on new text or on a sample; None if it was not measured."""
     text = "new" if "new" in sides else SAMPLE
     key = f"{text}_nats_per_token"
     entries = [entry for entry in log if key in entry]
@@ -105,7 +105,7 @@ def compare_losses(log: Sequence[Mapping[str, Any]], sides: Mapping[str, Sequenc
 
 
 def loss_warnings(change: LossChange | None) -> tuple[str, ...]:
-    """Say that a run taught nothing, where the loss did not fall or hardly fell."""
+    """Return a warning if the loss rose or hardly fell."""
     if change is None or change.before is None or change.after < change.before * (1 - LEAST_FALL):
         return ()
     verb, advice = "hardly fell", "Train for more steps, or raise --learning-rate."

@@ -1,4 +1,4 @@
-"""The files that a resumed run reads beside its tensors: the trainer's state, and pickles, read without their code."""
+"""The files that a resumed run reads besides its tensors: the trainer's state, and pickles loaded without code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scale_surgery.running.device import is_out_of_memory
 @open_record
 @dataclass(frozen=True)
 class TrainerFile:
-    """The fields of a trainer's state that are read."""
+    """The required fields of a trainer's state."""
 
     global_step: Count
     log_history: tuple[Mapping[str, Any], ...]
@@ -35,7 +35,7 @@ def reading_state(checkpoint: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, DistError):
-            raise  # the files may be fine
+            raise  # the files may be intact
         kind, words = type(error).__name__, " ".join(f"{error}".split())
         foreign = Problem("unforeseen", kind=kind, error=words)
         reasons = error.problems if isinstance(error, SurgeryError) else (foreign,)
@@ -43,7 +43,7 @@ def reading_state(checkpoint: Path) -> Iterator[None]:
 
 
 def check_state(checkpoint: Path) -> None:
-    """Check the trainer's state of a checkpoint before it is read."""
+    """Check the trainer's state of a checkpoint before it is loaded."""
     with reading_state(checkpoint):
         list_files(checkpoint)  # refuses a pipe, which would block
         read_record(read_json(checkpoint / STATE_FILE), TrainerFile, STATE_FILE)

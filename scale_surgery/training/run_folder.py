@@ -1,14 +1,14 @@
 """The folder of a training run: the last complete state as an expanded checkpoint, with a log.
 
     OUT/                                   loads, verifies and strips like any expanded checkpoint
-      expansion-NAME-step-200-00001-of-... the expansion tensors of the last whole checkpoint; at the end without step
-      model-*, config.json, ...            taken over from the expanded checkpoint, as files
+      expansion-NAME-step-200-00001-of-... expansion tensors of the last complete checkpoint; at the end without step
+      model-*, config.json, ...            files of the expanded checkpoint
       training/
         settings.json  log.jsonl  curves.png
         checkpoint-200/                    for --resume: expansion tensors, optimizer, schedule, random state
 
-One file says which shards count: the index. New shards get new names, then the index is replaced, then the old
-shards go; so at any moment the folder is one whole checkpoint.
+The index alone decides which shards are read. New shards get new names, then the index is replaced, then the old shards
+are removed. So at any moment the folder is one complete checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SETTINGS_FILE = "settings.json"
 CURVES_FILE = "curves.png"
 EXPANSION_FILE = "expansion.safetensors"
 CHECKPOINT = re.compile(r"checkpoint-\d+")
-# written last into a checkpoint: without it the checkpoint is not whole
+# written last into a checkpoint: without it the checkpoint is incomplete
 COMPLETE_FILE = "complete.json"
 NEW_LOSS = "new_nats_per_token"
 MEASURED = {"old_nats_per_token", NEW_LOSS}
@@ -51,7 +51,7 @@ Log = Sequence[Mapping[str, Any]]
 
 
 def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
-    """Check that there is an unfinished run that was begun with these settings."""
+    """Check that the folder has an unfinished run with these settings."""
     file = target / TRAINING_FOLDER / SETTINGS_FILE
     if not file.is_file():
         raise TrainingError(Problem("run-missing", target))
@@ -70,7 +70,7 @@ def check_resumable(target: Path, settings: Mapping[str, Any]) -> None:
 
 
 def refuse_unfinished(target: Path) -> None:
-    """Refuse to begin a run in the folder of an unfinished one."""
+    """Refuse to start a run in the folder of an unfinished one."""
     file = target / TRAINING_FOLDER / SETTINGS_FILE
     if file.is_file() and not read_json(file).get("finished"):
         raise TrainingError(Problem("run-unfinished", target))
@@ -84,9 +84,9 @@ class TrainingRun:
         target: The folder.
         checkpoint: The expanded checkpoint that is trained.
         name: Name of the expansion.
-        decisive: All that decides the result; a resumed run must have the same.
-        record: What surgery.json records of the run, beside its log.
-        stored: The model that is trained, as the checkpoint that it was loaded from.
+        decisive: Everything that decides the result; a resumed run must have the same.
+        record: The run's entry in surgery.json, without its log.
+        stored: The trained model, with the names of its stored tensors.
     """
 
     target: Path
@@ -98,22 +98,22 @@ class TrainingRun:
 
     @property
     def folder(self) -> Path:
-        """Where log, curves and checkpoints lie."""
+        """The folder of the log, the curves and the checkpoints."""
         return self.target / TRAINING_FOLDER
 
     def whole_checkpoints(self) -> list[Path]:
-        """Checkpoints that were written to their end, the latest last."""
+        """Return the complete checkpoints, the latest last."""
         folders = [path.parent for path in self.folder.glob(f"checkpoint-*/{COMPLETE_FILE}")]
         return sorted((path for path in folders if CHECKPOINT.fullmatch(path.name)), key=self.step_of)
 
     @staticmethod
     def step_of(checkpoint: Path) -> int:
-        """Step of a checkpoint."""
+        """Return the step of a checkpoint."""
         return int(checkpoint.name.removeprefix("checkpoint-"))
 
     def begin(self, base_weights: BaseWeights, track: Track, *, overwrite: bool) -> None:
-        """Write the folder, with the expansion as it stands before the first step."""
-        # the checkpoint may show one of several expansions; all are copied
+        """Write the folder, with the expansion before the first step."""
+        # the checkpoint may be a view of one expansion, but all are copied
         source = replace(open_checkpoint(self.checkpoint.path), stamps=self.checkpoint.stamps)
         base_shards = {entry.stored_as for entry in read_manifest(source.path).base_files.values()}
         state = {"train": dict(self.decisive), "base_weights": base_weights}
@@ -140,7 +140,7 @@ class TrainingRun:
                 shutil.rmtree(folder)
 
     def write(self, log: Log, trained: Mapping[str, str] | None = None) -> None:
-        """Write the log, and the run into surgery.json."""
+        """Write the log, and update surgery.json."""
         self.write_log(log)
         earlier = read_manifest(self.target).expansions[self.name].training[: self.decisive["earlier_runs"]]
         entry = {**self.record, "steps": log[-1]["step"] if log else 0, "measured": last_measured(log)}
@@ -151,21 +151,21 @@ class TrainingRun:
         manifest = read_manifest(folder)
         changed = replace(manifest.expansions[self.name], **changes)
         expansions, verification = {**manifest.expansions, self.name: changed}, manifest.verification
-        # one of an earlier step is of other tensors; one from before this run, or of the second in which it began,
-        # stays, and is known to be older by its date
+        # a verification made during this run covers the tensors of an earlier step. Older ones stay, also one from the
+        # second in which the run began: their date shows their age
         if verification is not None and str(verification.get("date")) > self.record["begun"]:
             verification = None
         written = replace(manifest, expansions=expansions, verification=verification)
         write_json(folder / MANIFEST_FILE, written.to_json())
 
     def _sums(self) -> dict[str, str]:
-        """sha256 of the tensors that the run changed."""
+        """Return the sha256 of the tensors that the run changed."""
         expansion = read_manifest(self.target).expansions[self.name]
         names = [tensor.name for tensor in expansion.plan.tensors]
         return changed_tensors(open_checkpoint(self.target), names, expansion.tensors)
 
     def draw(self, log: Log) -> None:
-        """Draw the curves; only once, as a figure takes as long as many steps of a small model."""
+        """Draw the curves, only once: a figure takes as long as many steps of a small model."""
         from scale_surgery.show.figures import plot_training
 
         plot_training([dict(entry) for entry in log], self.folder / CURVES_FILE)
@@ -176,7 +176,7 @@ class TrainingRun:
         write_text(self.folder / LOG_FILE, "".join(json.dumps(dict(entry)) + "\n" for entry in kept))
 
     def finish(self, log: Log) -> None:
-        """Rename the shards without a step, write log and sums, and remove the checkpoints of the run."""
+        """Rename the shards to names without a step, write log and sums, and remove the checkpoints of the run."""
         publish_tensors(self.target, self.name, self.whole_checkpoints()[-1] / EXPANSION_FILE, "", self.stored)
         self.write(log, self._sums())
         self.draw(log)
@@ -191,13 +191,13 @@ def read_log(file: Path) -> list[dict[str, Any]]:
 
 
 def last_measured(log: Log) -> dict[str, float]:
-    """The last measurement in a log; empty where nothing was measured."""
+    """Return the last measurement in a log; empty if nothing was measured."""
     measured = [entry for entry in log if MEASURED.intersection(entry)]
     return {name: measured[-1][name] for name in measured[-1] if name != "epoch"} if measured else {}
 
 
 def publish_tensors(target: Path, name: str, trained: Path, step: str, model: InMemory) -> None:
-    """Write trained tensors into a folder: new shards, then the index; then the old shards are removed."""
+    """Write trained tensors into a folder: new shards, then the index; then remove the old shards."""
     from safetensors import safe_open
 
     from scale_surgery.surgery.initialise import TORCH_DTYPES
@@ -209,7 +209,7 @@ def publish_tensors(target: Path, name: str, trained: Path, step: str, model: In
         for shard in plan.shards:
             held = [tensor.name for tensor in plan.tensors if tensor.shard == shard]
             dtypes = {plan.stored_name(key): TORCH_DTYPES[checkpoint.tensors[key].dtype] for key in held}
-            # cast once, to the dtype that they have in the folder
+            # cast once, to their dtype in the folder
             tensors = {key: tensor.to(dtypes[key]) for key, tensor in model.tensors(file.get_tensor, dtypes)}
             published = shard.replace(stem, stem + step)
             write_tensors(target / published, {key: tensors[key] for key in dtypes})

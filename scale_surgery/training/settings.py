@@ -1,4 +1,4 @@
-"""How to train: what the user sets, and the defaults."""
+"""Settings of training, with their defaults."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
 Quantisation = Literal["int8", "nf4"]
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
-# names of text sides beside "old" and "new": rehearsed texts, a sample of the texts to learn; the file of samples
+# names of text sides besides "old" and "new": rehearsed texts, a sample of the texts to learn; the file of samples
 REHEARSAL, SAMPLE, SAMPLES_FILE = "rehearsal", "text", "rehearsal.jsonl"
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train; schedule and share of the warm-up default to those of the paper (arXiv 2511.03270, section 5).
+    """Settings of training; schedule and warm-up default to those of the paper (arXiv 2511.03270, section 5).
 
     Attributes:
         name: Which expansion trains; others stay as they are, and take no part. Default: the only one.
@@ -108,12 +108,12 @@ class TrainingSettings:
 
     @property
     def rehearses_itself(self) -> bool:
-        """Whether the base writes what is rehearsed."""
+        """True if the base writes the rehearsal text."""
         return self.rehearse == (ITSELF,)
 
     @property
     def rehearsed_rows(self) -> int:
-        """Sequences of rehearsal beside each batch, so that they are their share of both together; at least one."""
+        """Rehearsed sequences per batch, at least one: `rehearsal_share` of the batch and themselves together."""
         return max(1, round(self.batch_size * self.rehearsal_share / (1 - self.rehearsal_share)))
 
 
@@ -132,7 +132,7 @@ class EvalData:
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """How a training run starts.
+    """Start of a training run.
 
     Attributes:
         resume: Continue an interrupted run in the output folder from its last whole checkpoint.
@@ -152,7 +152,7 @@ class TrainingStart:
     cache_dir: Path | None = None
 
 
-# settings of rehearsal that are read where texts are rehearsed, too
+# settings that also apply to the rehearsal of given texts
 OF_ANY_REHEARSAL = ("rehearsal_weight", "rehearsal_share")
 
 
@@ -175,7 +175,7 @@ def check_settings(settings: TrainingSettings) -> None:
         raise TrainingError(*problems)
 
 
-# the block that tells of a group, where there is one
+# the block that shows that a group is present, if there is such a block
 BLOCK_OF_GROUP: dict[TensorGroup, str] = {
     "w12": "w12",
     "w21": "w21",
@@ -189,7 +189,7 @@ BLOCK_OF_GROUP: dict[TensorGroup, str] = {
 
 
 def check_groups(path: str | Path, plan: Plan, settings: TrainingSettings) -> None:
-    """Refuse groups of which a plan adds nothing."""
+    """Refuse groups without any tensor in the plan."""
     blocks = {tensor.block for tensor in plan.tensors}
     present = [group for group in GROUPS if BLOCK_OF_GROUP.get(group) in blocks]
     if all(group in BLOCK_OF_GROUP and group not in present for group in settings.groups):
@@ -197,11 +197,11 @@ def check_groups(path: str | Path, plan: Plan, settings: TrainingSettings) -> No
 
 
 def groups_problem(path: str | Path, settings: TrainingSettings, present: Sequence[TensorGroup]) -> Problem:
-    """Say that an expansion has no tensor of the chosen groups, and of which groups it has some."""
+    """Return the problem of an expansion without tensors of the chosen groups, with the groups that it has."""
     return Problem("groups-without-tensors", path, groups=settings.groups or "none", present=present)
 
 
 def check_gates(path: str | Path, plan: Plan, settings: TrainingSettings) -> None:
-    """Refuse to train gates with nothing to rehearse."""
+    """Refuse to train gates without rehearsal."""
     if plan.has_gates and "gates" in settings.groups and not settings.rehearse:
         raise TrainingError(Problem("gates-without-rehearsal", path))

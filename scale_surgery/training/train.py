@@ -1,8 +1,8 @@
-"""Train the expansion of a checkpoint; the base stays what it is, as files and as values.
+"""Train the expansion of a checkpoint; the base's files and values stay unchanged.
 
-check everything -> folder of the run -> Trainer, which saves expansion tensors only -> the folder is the result
+check everything -> folder of the run -> Trainer, which saves only expansion tensors -> the folder is the result
 
-Batches, optimizer, schedule, precision and several processes are the Trainer's and accelerate's.
+The Trainer and accelerate provide batches, optimizer, schedule, precision and several processes.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ if TYPE_CHECKING:
 
 
 # without new text one in ten sequences is measured before and after a run: at least those of one step, and at most
-# so many
+# this number
 SAMPLED_SHARE, MOST_SAMPLED = 10, 64
 
 
 def default_output(expanded: Path) -> Path:
-    """The default folder of a trained model: `<name>-trained` in the current folder."""
+    """Return the default folder of a trained model: `<name>-trained` in the current folder."""
     return Path(f"{expanded.resolve().name}-trained")
 
 
@@ -106,11 +106,11 @@ def train(
     Args:
         expanded: Folder of the expanded checkpoint; it is not changed.
         data: Files, folders and ids of datasets to learn from; see `documents.read_documents`.
-        output: Folder to be; default `<name>-trained` in the current folder.
-        settings: How to train.
+        output: Output folder; default `<name>-trained` in the current folder.
+        settings: Settings of the training.
         eval_data: Files on which forgetting and learning are measured during the run.
-        start: Whether to begin anew, how base shards are then taken over, or to continue an interrupted run.
-        run: How the model runs: device, "cpu" or what there is; and trust_remote_code.
+        start: Start of the run: a new one, with the treatment of base shards, or an interrupted one that continues.
+        run: Options of the run: device, "cpu" or the accelerator; and trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -133,7 +133,7 @@ def train(
     from scale_surgery.training.kept_samples import OwnText
     from scale_surgery.training.training_texts import made_by_one, read_texts
 
-    # the Trainer imports peft, and peft imports bitsandbytes, which warns that a kernel for inference is missing
+    # the Trainer imports peft, peft imports bitsandbytes, and that warns about a missing inference kernel
     with quiet_transformers():
         from scale_surgery.training.trainer import RunReport
     check_device(run)
@@ -166,7 +166,7 @@ def train(
             schedule = replace(schedule, rehearses=describe_rehearsal(settings, own.description))
             texts[REHEARSAL] = as_learned(own.texts, settings, checkpoint)
         decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
-        # another machine may have another processor
+        # a run may resume on another processor, which would choose another precision
         decisive |= {"precision": asdict(precision)}
         if start.resume:
             check_resumable(target, decisive)
@@ -194,7 +194,7 @@ def train(
 
 
 def _open(path: Path, settings: TrainingSettings) -> tuple[Checkpoint, Manifest]:
-    """The expansion to train, in a folder of its own files."""
+    """Open the expansion to train, in a folder with its own files."""
     checkpoint, manifest = open_expansion(path, settings.name)
     refuse_fused(path, manifest)
     refuse_linked(path, manifest)
@@ -205,7 +205,7 @@ def _open(path: Path, settings: TrainingSettings) -> tuple[Checkpoint, Manifest]
 def _sources(
     data: Sequence[str | Path], eval_data: EvalData, settings: TrainingSettings
 ) -> dict[str, Sequence[str | Path]]:
-    """Where texts come from, by what they are for; what is no source is refused."""
+    """Return the sources of texts by their purpose, after checking their names."""
     files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
     files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
     for text in chain.from_iterable(files.values()):
@@ -214,7 +214,7 @@ def _sources(
 
 
 def _check_ways(checkpoint: Checkpoint, manifest: Manifest, settings: TrainingSettings, run: RunOptions) -> None:
-    """Check that this expansion can be trained in the ways that are asked for."""
+    """Check that this expansion supports the requested settings."""
     check_quantisation(checkpoint, manifest, settings.base_quantization, run)
     if settings.routed and manifest.routing is None:
         raise TrainingError(Problem("router-missing", checkpoint.path, name=manifest.name))
@@ -228,7 +228,7 @@ def _check_target(
     settings: TrainingSettings,
     start: TrainingStart,
 ) -> None:
-    """Check that the output can be written, or that its run can go on."""
+    """Check that the output can be written, or that its run can be resumed."""
     if start.resume:
         check_resumable(target, asdict(settings))
     else:
@@ -243,10 +243,10 @@ def _check_target(
 
 
 def _join(run: RunOptions) -> PartialState:
-    """The processes that train together, one where none was launched."""
+    """Join the processes that train together; a single process if none was launched."""
     from accelerate import DistributedType, PartialState
 
-    # the others wait while the first process hashes the base and copies it
+    # the other processes wait while the first one hashes and copies the base
     processes = PartialState(cpu=is_cpu(run), timeout=LONGEST_WAIT)
     if processes.distributed_type == DistributedType.DEEPSPEED:
         raise TrainingError(Problem("deepspeed-unsupported"))
@@ -254,7 +254,7 @@ def _join(run: RunOptions) -> PartialState:
 
 
 def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:
-    """Check the folder's bytes in one process, and raise problems in all."""
+    """Check the folder's bytes in one process, and raise its problems in all."""
     from accelerate.utils import broadcast_object_list
 
     problems: list[Any] = [()]
@@ -285,7 +285,7 @@ def _decisive(
     texts: Mapping[str, Sequences],
     processes: int,
 ) -> dict[str, Any]:
-    """All that decides the result; a resumed run must have the same."""
+    """Return everything that decides the result; a resumed run must have the same."""
     names = [tensor.name for tensor in manifest.plan.tensors]
     hashes = repr(sorted(hash_tensors(checkpoint, names).items()))
     return asdict(settings) | {
@@ -298,7 +298,7 @@ def _decisive(
 
 
 def _record(model: Any, settings: TrainingSettings, decisive: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a run in surgery.json, beside its log."""
+    """Return the run's entry in surgery.json, without its log."""
     return {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "trained_parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
@@ -341,20 +341,20 @@ def _make_trainer(
 
 
 def sample_of(learned: Sequences, schedule: TrainingSchedule) -> Sequences:
-    """The sequences that are measured before and after a run without new text: few, evenly spread."""
-    # the same for any number of processes
+    """Return the sequences measured before and after a run without new text: few, evenly spread."""
+    # independent of the number of processes
     read = round(schedule.passes * len(learned))
     share = max(read // SAMPLED_SHARE, math.ceil(read / schedule.steps))
     return learned.some(min(share, MOST_SAMPLED))
 
 
 def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> None:
-    """Train to the end, and measure there."""
+    """Train to the end, then measure."""
     latest = training.whole_checkpoints()[-1:] if resume else []
     for checkpoint in latest:
         check_state(checkpoint)
     if latest and training.step_of(latest[0]) >= trainer.args.max_steps:
-        trainer.restore(latest[0])  # it was stopped after its last step
+        trainer.restore(latest[0])  # the run was stopped after its last step
     else:
         _step(trainer, training, latest)
     if trainer.measured_at != trainer.state.global_step:
@@ -362,7 +362,7 @@ def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> N
 
 
 def _step(trainer: ExpansionTrainer, training: TrainingRun, latest: list[Path]) -> None:
-    # the log of a resumed run begins with what was measured before its first step
+    # the log of a resumed run already holds the measurement before the first step
     trainer.args.eval_on_start = trainer.args.eval_on_start and not latest
     try:
         trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
@@ -374,6 +374,6 @@ def _step(trainer: ExpansionTrainer, training: TrainingRun, latest: list[Path]) 
 
 
 def _steps(trainer: ExpansionTrainer, training: TrainingRun) -> dict[str, int]:
-    """The last step, and that of the last whole checkpoint."""
+    """Return the last step, and the step of the last complete checkpoint."""
     kept = training.whole_checkpoints()[-1:]
     return {"step": trainer.state.global_step, "kept": training.step_of(kept[0]) if kept else 0}

@@ -1,6 +1,6 @@
-"""The Hugging Face Trainer with three additions: it saves the expansion alone, measures forgetting, and rehearses.
+"""The Hugging Face Trainer with three additions: it saves only the expansion, measures forgetting, and rehearses.
 
-Batches, optimizer, schedule, accumulation, precision, several processes and resume are the Trainer's.
+The Trainer provides batches, optimizer, schedule, accumulation, precision, several processes and resume.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from scale_surgery.training.run_folder import EXPANSION_FILE, TrainingRun
 from scale_surgery.training.settings import SAMPLE
 
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
-# part of the names of modules with gradient checkpointing
+# infix in the names of modules with gradient checkpointing
 WRAPPED = "_checkpoint_wrapped_module."
-# of each measured text its change against the base, and the sign with which it stands in the log
+# name of each text's change against the base, with its sign in the log
 CHANGES = {"old": ("forgetting", 1), "new": ("learning", -1)}
 TEXTS = {"old": "the old text", "new": "the new text", SAMPLE: "the texts to learn"}
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """A parameter as one tensor, gathered from all processes where it is sharded."""
+    """Return a parameter as one tensor, gathered from all processes if it is sharded."""
     whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach()
 
@@ -61,11 +61,11 @@ class ExpansionTrainer(Trainer):
         rehearsal: Rehearsal | None = None,
         **options: Any,
     ) -> None:
-        # the Trainer needs a data set to evaluate; `evaluate` measures `sides`
+        # the Trainer requires a dataset to evaluate, although `evaluate` measures `sides`
         super().__init__(**options, eval_dataset=dict(sides) or None)
         self.remove_callback(PrinterCallback)
         self.sides, self.base_sides, self.eval_batch = sides, base_sides, eval_batch
-        # of the base, on the text as its own tokenizer reads it
+        # scores of the base, on the text as its own tokenizer reads it
         self.base_scores: dict[str, Measurement] = {}
         self.measured_at: int | None = None
         self.rehearsal, self.rehearsed = rehearsal, (-1, 0)
@@ -77,14 +77,14 @@ class ExpansionTrainer(Trainer):
             blocks.keeps_scores = True
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """The Trainer's step, then the backward of what rehearsal adds; one graph is held at a time."""
+        """Run the Trainer's step, then the backward pass of rehearsal, so that only one graph is held at a time."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         return loss if self.rehearsal is None else loss + self._rehearse(model, self.rehearsal)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The Trainer's loss, computed in pieces, and that of gates on the text to learn."""
+        """Return the Trainer's loss, computed in pieces, plus the loss of gates on the text to learn."""
         inside = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         tail = self.find_pieces(model, inside, inputs)
         with nullcontext() if tail is None else loss_in_pieces(inside, tail, inputs):
@@ -92,12 +92,12 @@ class ExpansionTrainer(Trainer):
         if not self.has_gates:
             return loss
         part = loss_of_gates(inside, inputs["attention_mask"], is_new=True)
-        # where the loss is a sum over all batches of a step, the Trainer divides nothing
+        # if the loss is a sum over all batches of a step, the Trainer does not divide it
         is_sum = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return loss + part / (self.current_gradient_accumulation_steps if is_sum else 1)
 
     def find_pieces(self, model: Any, inside: Any, inputs: dict[str, Any]) -> Tail | None:
-        """How the model reads pieces, found on its first batch; None where it computes its loss itself."""
+        """Return the tail that runs in pieces, found on the first batch; None if the model computes its loss itself."""
         if not self.knows_pieces:
             self.tail, self.knows_pieces = find_pieces(model, inside, inputs), True
         return self.tail
@@ -115,7 +115,7 @@ class ExpansionTrainer(Trainer):
         return part.detach()
 
     def _number_of_batch(self) -> int:
-        """Number of the rehearsal batch for this forward pass of this process; the same in a resumed run."""
+        """Return the number of the rehearsal batch for this forward pass of this process; the same in a resumed run."""
         step, before = self.rehearsed
         place = before + 1 if step == self.state.global_step else 0
         self.rehearsed = (self.state.global_step, place)
@@ -123,7 +123,7 @@ class ExpansionTrainer(Trainer):
         return number * int(self.accelerator.num_processes) + int(self.accelerator.process_index)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer; with FSDP2 in bfloat16, gradients are added and the loss is given in float32."""
+        """Create the accelerator; with FSDP2 in bfloat16, gradients are added and the loss is returned in float32."""
         super().create_accelerator_and_postprocess()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
@@ -142,7 +142,7 @@ class ExpansionTrainer(Trainer):
             write_tensors(Path(output_dir or str(self.args.output_dir)) / EXPANSION_FILE, whole)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the expansion tensors of a checkpoint; the base is loaded already."""
+        """Load the expansion tensors of a checkpoint; the base is already loaded."""
         model = self.accelerator.unwrap_model(model or self.model, keep_torch_compile=False)
         with reading_state(Path(resume_from_checkpoint)):
             tensors = load_file(Path(resume_from_checkpoint) / EXPANSION_FILE)
@@ -152,13 +152,13 @@ class ExpansionTrainer(Trainer):
             load_whole(model, tensors)
 
     def restore(self, checkpoint: Path) -> None:
-        """Take up the weights and the log of a checkpoint, to train no further."""
+        """Load the weights and the log of a checkpoint, without further training."""
         self._load_from_checkpoint(str(checkpoint))
         with reading_state(checkpoint):
             self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As the Trainer, but for FSDP, with which it would write the whole model, base and all."""
+        """Save optimizer and schedule; with FSDP the Trainer's method would write the whole model, base included."""
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -169,12 +169,12 @@ class ExpansionTrainer(Trainer):
             torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The reverse; pickled code is not read."""
+        """Load the states of optimizer and schedule; pickled code is not run."""
         with reading_state(Path(checkpoint)) if checkpoint is not None else nullcontext():
             self._load_states(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """As the Trainer, which reads tensors and plain values only."""
+        """Load the random state as the Trainer does, without pickled code; a damaged file raises TrainingError."""
         with reading_state(Path(checkpoint)) if checkpoint is not None else nullcontext():
             super()._load_rng_state(checkpoint)
 
@@ -197,7 +197,7 @@ class ExpansionTrainer(Trainer):
             with expansion_disabled(self.accelerator.unwrap_model(self.model)):
                 self.base_scores = {side: self.measure_on(text) for side, text in self.base_sides.items()}
         is_end = self.state.global_step in (0, self.args.max_steps)
-        # the sample is measured before and after the run
+        # the sample is measured only before and after the run
         scores = {side: self.measure_on(text) for side, text in self.sides.items() if side != SAMPLE or is_end}
         metrics = {f"{side}_nats_per_token": score.nats_per_token for side, score in scores.items()}
         metrics |= {f"{side}_accuracy": score.accuracy for side, score in scores.items() if score.accuracy is not None}
@@ -213,18 +213,18 @@ class ExpansionTrainer(Trainer):
     def measure_on(self, text: Sequences) -> Measurement:
         """Measure on a text, each process on its share; a model with a router routes."""
         inside = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        # only the model routes; the base is measured without its expansion
+        # the base is measured without the expansion, and without the router
         routes = ROUTER_KEY in inside.config.scale_surgery and inside.is_expansion_enabled
         with inside.routing_enabled() if routes else nullcontext():
             return measure(self.model, text, self.eval_batch, self._tell, processes=self.accelerator.state)
 
     def _tell(self, advance: int, note: str = "") -> None:
-        """Tell the callbacks of a measured batch."""
+        """Notify the callbacks of a measured batch."""
         self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
 
 def _measured(metrics: Mapping[str, float]) -> Iterator[str]:
-    """The loss on each measured text, and its change against the base."""
+    """Generate the loss on each measured text, with its change against the base."""
     for side in ("old", "new", SAMPLE):
         if (loss := metrics.get(f"{side}_nats_per_token")) is not None:
             name, sign = CHANGES.get(side, ("", 0))
@@ -241,26 +241,26 @@ def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State of an optimizer whose parameters may be sharded over processes, gathered on the CPU of the first."""
+    """Return the state of an optimizer, gathered on the CPU of the first process if parameters are sharded."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
-        # after a measurement some units are still unsharded, with other tensors than those of the optimizer
+        # after a measurement some units are still unsharded, and their tensors are not the optimizer's
         if isinstance(module, FSDPModule):
             module.reshard()
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def load_whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give an optimizer what `whole_optimizer_state` gathered."""
+    """Load the state gathered by `whole_optimizer_state` into an optimizer."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
 class Advance(TrainerCallback):
-    """Advances a progress bar with each step."""
+    """A callback that advances a progress bar with each step."""
 
     def __init__(self, advance: Progress) -> None:
         self.advance = advance
@@ -271,9 +271,9 @@ class Advance(TrainerCallback):
 
 
 class RunReport(TrainerCallback):
-    """Shows the progress of a run, and publishes its checkpoints in its folder.
+    """A callback that shows the progress of a run, and publishes its checkpoints in its folder.
 
-    Its loss is the latest that the Trainer logged: a mean over the steps since the entry of the log before.
+    The shown loss is the latest one logged by the Trainer: a mean over the steps since the previous log entry.
     """
 
     def __init__(self, advance: Progress, run: TrainingRun) -> None:
@@ -286,7 +286,7 @@ class RunReport(TrainerCallback):
         self.reported = state.global_step
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
-        """Show that it begins, and what a resumed run has done already."""
+        """Show the start, and the progress of a resumed run."""
         self._report(state, Finding("resumed" if state.global_step else "begins"))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
@@ -294,7 +294,7 @@ class RunReport(TrainerCallback):
         self._report(state, self.note)
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **__: Any) -> None:
-        """Show that a measurement goes on."""
+        """Show that a measurement is running."""
         self._report(state, "measuring")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: TrainerControl, **given: Any) -> None:

@@ -1,7 +1,7 @@
 """Texts to learn from and to measure with, as token sequences: small ones in memory, large ones in a cache on disk.
 
-Both hold the same sequences in the same order, with the same fingerprint, so that a run that was begun with one can be
-resumed with the other.
+Both hold the same sequences in the same order, with the same fingerprint, so a run can start with one and resume with
+the other.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from scale_surgery.text.text_files import ARRAY, LINES, TABLES, readable, suffix
 from scale_surgery.text.tokenizing import pack, read_tokens, scored_ones, stride, tokenize
 from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 
-# texts of this many bytes and more are cached; smaller ones are tokenized in seconds
+# texts of at least this many bytes are cached; smaller ones are tokenized in seconds
 LARGE = 64 * 2**20
-# version of the cache: of its form and of how texts become tokens
+# version of the cache's format and of the tokenization
 CACHE_FORM = 4
 # tokens that are written at once
 TOKENS_AT_ONCE = 2**17
@@ -50,14 +50,14 @@ TOKENS_AT_ONCE = 2**17
 
 @dataclass(frozen=True)
 class Reader:
-    """How texts become sequences to learn.
+    """A reader that turns texts into sequences to learn.
 
     Attributes:
         tokenizer: The model's tokenizer.
         tokenizer_digest: See `digest_tokenizer`.
         length: Tokens of a sequence.
-        packing: Whether documents are joined and cut; otherwise each is a sequence.
-        learn_prompts: Whether prompts are scored.
+        packing: True if documents are joined and cut; otherwise each is a sequence.
+        learn_prompts: True if prompts are scored.
     """
 
     tokenizer: Any
@@ -67,7 +67,7 @@ class Reader:
     learn_prompts: bool
 
     def read(self, paths: Sequence[str], advance: Progress = no_progress) -> Iterator[Sequences]:
-        """Sequences with something to learn, in parts."""
+        """Generate the sequences with something to learn, in parts."""
         documents = read_documents(paths, advance, whole=False)
         tokens = read_tokens(documents, self.tokenizer, learn_prompts=self.learn_prompts)
         is_empty = is_unscored = True
@@ -112,7 +112,7 @@ class Reader:
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """The settings that decide which sequences a text becomes."""
+        """The settings that decide the sequences of a text."""
         packing = self.length if self.packing else f"padding, at most {self.length}"
         return {
             "form": CACHE_FORM,
@@ -133,7 +133,7 @@ def read_texts(
     processes: Any,
     track: Track,
 ) -> dict[str, Any]:
-    """Token sequences to learn from ("learn"), and those to measure on ("old", "new") where files are given."""
+    """Read the token sequences to learn from ("learn"), and to measure on ("old", "new") if files are given."""
     name = checkpoint.path.name
     length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
     tokenizer = tokenizer_alone(checkpoint.path, manifest, run)
@@ -150,7 +150,7 @@ def read_texts(
     for side, given in files.items():
         if side not in ("learn", REHEARSAL) and given:
             texts[side] = stride(tokenize(read_documents(given), tokenizer), length, max(1, length // 2))
-            # where tokens were added, also as the base reads them ("base old", "base new")
+            # if tokens were added, also as the base's tokenizer reads them ("base old", "base new")
             if of_base is not tokenizer:
                 read = tokenize(read_documents(given), of_base)
                 texts[f"{BASE_NAME} {side}"] = stride(read, length, max(1, length // 2))
@@ -161,7 +161,7 @@ def read_texts(
 
 
 def _stored(reader: Reader, paths: Sequence[str], cache: Path | None, processes: Any, track: Track) -> StoredSequences:
-    """Sequences in the cache, which one process fills."""
+    """Return sequences from the cache, filled by one process."""
     from scale_surgery.text.token_cache import open_stored, store
 
     folder = None if cache is None else str(cache)
@@ -185,7 +185,7 @@ def _stored(reader: Reader, paths: Sequence[str], cache: Path | None, processes:
 
 
 def made_by_one(processes: Any, make: Callable[[], Any]) -> Any:
-    """Let one process make something, and give the result or the error to all."""
+    """Run a function in one process, and return its result or raise its error in all."""
     from accelerate.utils import broadcast_object_list
 
     result: list[Any] = [None, ()]
@@ -202,7 +202,7 @@ def made_by_one(processes: Any, make: Callable[[], Any]) -> Any:
 
 
 def _unless_changed(parts: Iterator[Sequences], stamps: Stamps) -> Iterator[Sequences]:
-    """The sequences; at their end, an error if the files changed since their hash gave the cache its key."""
+    """Generate the sequences; raise an error at their end if the files changed since they were hashed for the key."""
     yield from parts
     try:
         check_unchanged(stamps)
@@ -216,7 +216,7 @@ def _is_large(paths: Sequence[str]) -> bool:
 
 
 def _digest(source: TextSource, advance: Progress) -> str:
-    """Identity of a text: how it is read, and the hash of its bytes."""
+    """Return the identity of a text: the format in which it is read, and the hash of its bytes."""
     settings = [source.column, source.split, source.config]
     if source.is_on_hub:
         return f"dataset {settings} {digest_of(source)}"
