@@ -64,7 +64,7 @@ class Call:
 
 
 def _typed(name: str, value: Any, default: Any) -> Iterator[Any]:
-    """An argument of a function as options; a dataclass has one for each field."""
+    """Yield an argument of a function as options; a dataclass has one for each field."""
     option = "-o" if name == "output" else f"--{name.replace('_', '-')}"
     if isinstance(value, EvalData):
         yield from (

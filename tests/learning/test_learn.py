@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pyarrow
 import pytest
 from datasets import Dataset
@@ -36,7 +35,6 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.names import JOB_FILE
-from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
 from scale_surgery.learning import estimate
 from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, _promised, prepare, run
@@ -197,16 +195,6 @@ def test_the_page_says_it(done):
     unknown = replace(learned, rows=tuple(replace(row, old=None) for row in learned.rows))
     assert [section.title for section in _sections(unknown)][:2] == ["What was learned", "Promises"]
     assert page.count("scale-surgery ") >= len(lines) and "not verified" not in page.lower()
-
-
-def test_each_line_is_one_of_our_commands_with_options_that_it_has(done):
-    """That they make the same, see below."""
-    for line in done.lines.values():
-        program, name, *words = shlex.split(line)
-        assert program == "scale-surgery"
-        main.commands[name].make_context(name, words)
-        with pytest.raises(click.NoSuchOption):
-            main.commands[name].make_context(name, [*words, "--no-such-option"])
 
 
 @pytest.mark.slow
