@@ -68,11 +68,19 @@ class ToSample:
 
 @dataclass(frozen=True)
 class StageLine:
-    """A stage before it starts: its line, and whether an earlier run did it."""
+    """A stage before it starts.
+
+    Attributes:
+        name: Name of the stage.
+        line: The line to type.
+        is_done: Whether an earlier run did it.
+        remark: Note on an option that the line lacks until an earlier stage chooses its value.
+    """
 
     name: str
     line: str
     is_done: bool
+    remark: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,10 +137,11 @@ def estimate_cost(
     base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
     place = next(folder for folder in (work.folder.resolve(), *work.folder.resolve().parents) if folder.exists())
     count = count_tokens(work.recipe.data, tokenizer)
+    calls = {stage.name: stage.call(kept) for stage in stages}
     disk, free = _disk(work, base_bytes, added), shutil.disk_usage(place).free
     written = sum(file.stat().st_size for file in work.folder.rglob("*") if file.is_file())
     return Estimate(
-        stages=tuple(StageLine(stage.name, stage.line(kept), stage.name in kept) for stage in stages),
+        stages=tuple(StageLine(name, call.line, name in kept, call.remark) for name, call in calls.items()),
         tokens=count.tokens,
         is_least=count.is_least,
         learning_rate=work.training.learning_rate or default_rate(plan),

@@ -59,7 +59,7 @@ def take_up(record: Record, recipe: Recipe) -> Record:
 
 def gone_since(stages: Sequence[Stage], record: Record) -> dict[str, Path]:
     """Missing outputs of stages that are done, by the name of the stage."""
-    done = [(stage.name, output) for stage in stages if stage.name in record.kept for output in stage.outputs]
+    done = [(stage.name, stage.output) for stage in stages if stage.name in record.kept]
     return {name: output for name, output in done if not output.exists()}
 
 

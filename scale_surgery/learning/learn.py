@@ -224,7 +224,7 @@ def _run(job: Job, events: JobEvents, track: Track) -> Learned:
         left = [stage for stage in job.stages if stage.name not in record.kept]
         for number, stage in enumerate(job.stages, start=1):
             if stage in left:
-                events.begins(stage.name, stage.line(record.kept), number)
+                events.begins(stage.name, stage.call(record.kept).line, number)
                 result = _do(stage, job, track)
                 _write_record(job)
                 events.ends(stage.name, result)
@@ -255,12 +255,12 @@ def _remove(output: Path) -> None:
 def _do(stage: Stage, job: Job, track: Track) -> Any:
     """Run a stage and record its result; outputs of an interrupted run are removed first."""
     record, started = job.record, time.monotonic()
-    line = stage.line(record.kept)
+    call = stage.call(record.kept)
     if stage.renews:
-        for output in stage.outputs:
-            _remove(output)
+        _remove(stage.output)
     try:
-        result, kept = stage.run(record.kept, track)
+        result = stage.run(call, track)
+        kept = stage.keep(result)
         if stage is job.stages[-1]:
             _write_page(job, stage, result, time.monotonic() - started)
     except (KeyboardInterrupt, SurgeryError) as error:
@@ -270,7 +270,7 @@ def _do(stage: Stage, job: Job, track: Track) -> Any:
             raise TrainingError(Problem("stage-interrupted", job.work.folder, stage=stage.name)) from error
         raise
     record.kept[stage.name] = kept
-    record.done[stage.name] = {"line": line, "seconds": time.monotonic() - started}
+    record.done[stage.name] = {"line": call.line, "seconds": time.monotonic() - started}
     return result
 
 
@@ -278,7 +278,7 @@ def _write_page(job: Job, last: Stage, report: Any, seconds: float) -> None:
     from scale_surgery.show.pages.filling import write
     from scale_surgery.show.pages.learned import render_learned_page
 
-    done = {last.name: {"line": last.line(job.record.kept), "seconds": seconds}}
+    done = {last.name: {"line": last.call(job.record.kept).line, "seconds": seconds}}
     job.record.seconds = time.monotonic() - job.started
     page = render_learned_page(_describe(job, {**job.record.done, **done}), report)
     write(page, job.work.folder / PAGE_FILE)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, write_json
+from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.records import read_record
@@ -21,6 +21,7 @@ from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.verify import verify
+from scale_surgery.learning.calls import Call
 from scale_surgery.learning.hold_out import (
     CALIBRATE,
     LARGEST_SHARE,
@@ -31,24 +32,22 @@ from scale_surgery.learning.hold_out import (
     hold_out,
     part_file,
 )
-from scale_surgery.learning.processes import launch_line, launch_options, run_launched
-from scale_surgery.learning.recipe import Recipe
+from scale_surgery.learning.processes import launch_options
+from scale_surgery.learning.recipe import AUTO, Recipe
 from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
-from scale_surgery.progress import Track, no_track
-from scale_surgery.routing.calibrate import route_calibrate
+from scale_surgery.progress import Track
+from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.learned_tokens import ChosenTokens
 from scale_surgery.running.new_tokens import find_new_tokens
 from scale_surgery.running.options import RunOptions
-from scale_surgery.show.commands import changed_options, command, of_revision
-from scale_surgery.surgery.expand import expand
-from scale_surgery.surgery.route import route_export, set_routing
+from scale_surgery.surgery.expand import Expansion, expand
+from scale_surgery.surgery.route import Routed, route_export, set_routing
 from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.training.rank_layers import rank_layers
-from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.result import Training
 from scale_surgery.training.run_folder import CURVES_FILE, NEW_LOSS, SETTINGS_FILE, read_log
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
@@ -56,7 +55,6 @@ from scale_surgery.training.train import train
 
 # values that a stage keeps for later stages and for the page, as plain JSON
 Kept = Mapping[str, Any]
-CHOSEN = "(chosen by the pilot)"
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,10 @@ class Work:
 
     @property
     def candidates(self) -> Request:
-        """What a pilot ranks: all layers, without new tokens, which are no part of one."""
-        return replace(self.recipe.expansion, layers="all", new_tokens_init=Request.new_tokens_init)
+        """All layers, to be ranked by a pilot. Seed, name and new tokens belong to the expansion, which comes later."""
+        usual = Request("all")
+        others = {name: getattr(usual, name) for name in ("layers", "seed", "name", "new_tokens_init")}
+        return replace(self.recipe.expansion, **others)
 
     @property
     def tokens(self) -> TokenSource:
@@ -157,10 +157,9 @@ class Work:
         """How folders of the job share base shards."""
         return "copy" if self.recipe.base_weights == "copy" else "link"
 
-    def running(self, *names: str) -> list[str]:
-        """Options that say how models run, those that a command has."""
-        without = {"device", "dtype", "trust_remote_code", "memory_bytes", "batch_size"} - set(names)
-        return list(changed_options(self.recipe.running, RunOptions(), without))
+    def run(self, *names: str) -> RunOptions:
+        """Return how models run, of which a command reads these fields."""
+        return RunOptions(**{name: getattr(self.recipe.running, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -169,16 +168,18 @@ class Stage:
 
     Attributes:
         name: Name of the stage.
-        line: Its command, which may depend on results of earlier stages.
-        outputs: Folders and files that it makes.
-        run: Runs it; gives the result to show, and the values to keep.
-        renews: Whether outputs of an interrupted run are removed first; train continues from them.
+        call: Makes its call, which may depend on results of earlier stages.
+        output: Folder or file that it makes.
+        keep: Returns the values to keep of its result.
+        run: Runs the call and returns the result.
+        renews: Whether the output of an interrupted run is removed first; train continues from it.
     """
 
     name: str
-    line: Callable[[Kept], str]
-    outputs: Sequence[Path]
-    run: Callable[[Kept, Track], tuple[Any, Kept]]
+    call: Callable[[Kept], Call]
+    output: Path
+    keep: Callable[[Any], Kept] = lambda result: {}
+    run: Callable[[Call, Track], Any] = Call.run
     renews: bool = True
 
 
@@ -204,246 +205,205 @@ def stages_of(work: Work) -> Iterator[Stage]:
     yield _report(work)
 
 
-def _plain(result: Any) -> Any:
-    """A result as --json prints it."""
-    from scale_surgery.show.console import to_json
-
-    return to_json(result)
-
-
-def _texts(option: str, files: Sequence[str | Path]) -> Iterator[str]:
-    for file in files:
-        yield from (option, str(file))
-
-
 def _hold_out(work: Work, name: str, files: Sequence[str], settings: HoldOutSettings, output: Path) -> Stage:
-    line = command("hold-out", *files, "-o", output, *changed_options(settings, HoldOutSettings()))
-    return Stage(
-        name, lambda kept: line, [output], lambda kept, track: (hold_out(files, output, settings, track=track), {})
-    )
+    call = Call("hold-out", hold_out, {"data": files, "output": output, "settings": settings})
+    return Stage(name, lambda kept: call, output)
 
 
 def _rank_layers(work: Work) -> Stage:
     recipe, file = work.recipe, work.folder / "layers.json"
-    line = command(
-        "rank-layers",
-        recipe.model,
-        *_texts("--data", work.to_learn),
-        *changed_options(work.candidates, Request("all"), {"seed", "name"}),
-        *changed_options(recipe.ranking, RankingSettings()),
-        *of_revision(recipe.revision),
-        *work.running("device", "trust_remote_code"),
-        "-o",
-        file,
-    )
-
-    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        given: dict[str, Any] = {"run": recipe.running, "revision": recipe.revision, "track": track}
-        ranking = rank_layers(recipe.model, work.to_learn, work.candidates, recipe.ranking, **given)
-        write_json(file, _plain(ranking))
-        return ranking, {"layers": ranking.argument}
-
-    return Stage("layers", lambda kept: line, [file], run)
-
-
-def _request(work: Work, kept: Kept) -> Request:
-    """The request, with the layers that a pilot chose, or all where the budget pays for them."""
-    if not work.recipe.chooses_layers:
-        return work.recipe.expansion
-    unchosen = CHOSEN if work.has_pilot else "all"
-    return replace(work.recipe.expansion, layers=kept.get("layers", {}).get("layers", unchosen))
+    arguments = {
+        "model": recipe.model,
+        "data": work.to_learn,
+        "request": work.candidates,
+        "settings": recipe.ranking,
+        "revision": recipe.revision,
+        "run": work.run("device", "trust_remote_code"),
+    }
+    call = Call("rank-layers", rank_layers, arguments, saved=file)
+    return Stage("layers", lambda kept: call, file, lambda ranking: {"layers": ranking.argument})
 
 
 def _plan(work: Work) -> Stage:
     recipe = work.recipe
 
-    def line(kept: Kept) -> str:
-        request = _request(work, kept)
-        options = list(changed_options(request, Request(request.layers), {"layers"}))
-        options += changed_options(work.tokens, TokenSource())
-        running = (*of_revision(recipe.revision), *work.running("trust_remote_code"))
-        return command("plan", recipe.model, "--layers", request.layers, *options, *running, "-o", work.plan_file)
+    def call(kept: Kept) -> Call:
+        request = recipe.expansion
+        if recipe.chooses_layers:
+            # the budget pays for all layers if there is no pilot
+            unchosen = AUTO if work.has_pilot else "all"
+            request = replace(request, layers=kept.get("layers", {}).get("layers", unchosen))
+        arguments = {
+            "model": recipe.model,
+            "request": request,
+            "tokens": work.tokens,
+            "revision": recipe.revision,
+            "run": work.run("trust_remote_code"),
+            "output": work.plan_file,
+        }
+        remark = "the pilot chooses the value of --layers" if request.layers == AUTO else None
+        return Call("plan", _save_plan, arguments, remark=remark)
 
-    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        request = _request(work, kept)
-        given: dict[str, Any] = {"revision": recipe.revision, "run": recipe.running, "track": track}
-        if (tokens := find_new_tokens(recipe.model, work.tokens, **given)) is not None:
-            request = replace(request, new_tokens=tokens.new_tokens if isinstance(tokens, ChosenTokens) else tokens)
-        # its new tokens were tried when they were found
-        source, checkpoint = open_model(recipe.model, recipe.revision)
-        made = make_plan(
-            checkpoint, request, name=source.name, revision=source.revision, run=recipe.running, track=track
-        )
-        save_plan(made, work.plan_file)
-        return made, {"layers": request.layers, "parameters_added": made.costs.parameters_added}
+    def keep(made: Plan) -> Kept:
+        return {"layers": made.request.layers, "parameters_added": made.costs.parameters_added}
 
-    return Stage("plan", line, [work.plan_file], run)
+    return Stage("plan", call, work.plan_file, keep)
+
+
+def _save_plan(
+    model: str,
+    request: Request = Request(AUTO),
+    tokens: TokenSource = TokenSource(),
+    *,
+    output: Path,
+    **given: Any,
+) -> Plan:
+    found = find_new_tokens(model, tokens, **given)
+    if found is not None:
+        request = replace(request, new_tokens=found.new_tokens if isinstance(found, ChosenTokens) else found)
+    # its new tokens were tried when they were found
+    source, checkpoint = open_model(model, given["revision"])
+    made = make_plan(checkpoint, request, name=source.name, **given | {"revision": source.revision})
+    save_plan(made, output)
+    return made
 
 
 def _expand(work: Work) -> Stage:
     recipe = work.recipe
-    given: dict[str, Any] = {"revision": recipe.revision, "run": recipe.running}
-    line = command(
-        "expand",
-        recipe.model,
-        "--plan",
-        work.plan_file,
-        *of_revision(recipe.revision),
-        "--base-weights",
-        recipe.base_weights,
-        *work.running("device", "trust_remote_code"),
-        "-o",
-        work.expanded,
-    )
+    arguments = {
+        "model": recipe.model,
+        "plan": work.plan_file,
+        "revision": recipe.revision,
+        "base_weights": recipe.base_weights,
+        "run": work.run("device", "trust_remote_code"),
+        "output": work.expanded,
+    }
+    call = Call("expand", _expand_by_plan, arguments)
+    return Stage("expand", lambda kept: call, work.expanded, lambda done: {"warnings": list(done.warnings)})
 
-    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        made: Plan = load_plan(recipe.model, work.plan_file, **given, track=track)
-        done = expand(recipe.model, made, work.expanded, base_weights=recipe.base_weights, **given, track=track)
-        return done, {"warnings": list(done.warnings)}
 
-    return Stage("expand", lambda kept: line, [work.expanded], run)
+def _expand_by_plan(model: str, plan: Path, *, output: Path, base_weights: BaseWeights, **given: Any) -> Expansion:
+    return expand(model, load_plan(model, plan, **given), output, base_weights=base_weights, **given)
 
 
 def _train(work: Work) -> Stage:
     recipe = work.recipe
-    eval_data = EvalData(old=work.measured("old"), new=work.measured("new"))
-    launch = launch_options(recipe.processes, recipe.accelerate_config)
-    words = [
-        "train",
-        work.expanded,
-        *_texts("--data", work.to_learn),
-        *(
-            word
-            for side in ("old", "new")
-            for file in work.measured(side)
-            for word in ("--eval-data", f"{side}={file}")
-        ),
-        *changed_options(work.training, TrainingSettings()),
-        "--base-weights",
-        work.taking,
-        *work.running("device", "trust_remote_code"),
-        "-o",
-        work.learned,
-    ]
-    line = launch_line(words, launch)
+    arguments = {
+        "expanded": work.expanded,
+        "data": work.to_learn,
+        "eval_data": EvalData(old=work.measured("old"), new=work.measured("new")),
+        "settings": work.training,
+        "base_weights": work.taking,
+        "run": work.run("device", "trust_remote_code"),
+        "output": work.learned,
+    }
+    call = Call("train", _train_on, arguments, launch_options(recipe.processes, recipe.accelerate_config))
 
-    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        if is_trained(work.learned):
-            check_learned(work)
-            return None, {}
-        has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
-        if launch:
-            done = read_record(
-                run_launched([*words, *["--resume"] * has_begun], launch, quiet=track is no_track), Training
-            )
-        else:
-            start = TrainingStart(resume=has_begun, base_weights=work.taking)
-            given: dict[str, Any] = {"eval_data": eval_data, "start": start, "run": recipe.running, "track": track}
-            done = train(work.expanded, work.to_learn, work.learned, work.training, **given)
+    def run(call: Call, track: Track) -> Training | None:
+        done = None
+        if not is_trained(work.learned):
+            has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
+            done = replace(call, arguments={**call.arguments, "resume": has_begun}).run(track)
+            done = read_record(done, Training) if call.launch else done
         check_learned(work)
-        return done, {"steps": done.steps, "loss": done.loss, "warnings": list(done.warnings)}
+        return done
 
-    return Stage("train", lambda kept: line, [work.learned], run, renews=False)
+    def keep(done: Training | None) -> Kept:
+        return {} if done is None else {"steps": done.steps, "loss": done.loss, "warnings": list(done.warnings)}
+
+    return Stage("train", lambda kept: call, work.learned, keep, run, renews=False)
+
+
+def _train_on(
+    expanded: Path, data: Sequence[str], *, base_weights: BaseWeights, resume: bool = False, **given: Any
+) -> Training:
+    return train(expanded, data, start=TrainingStart(resume, base_weights), **given)
 
 
 def _route(work: Work) -> Stage:
-    recipe = work.recipe
-    line = command(
-        "route-export",
-        work.learned,
-        "-o",
-        work.routed,
-        *changed_options(recipe.routing, RouterOptions()),
-        "--base-weights",
-        work.taking,
-    )
+    options = {"routing": work.recipe.routing, "base_weights": work.taking}
+    call = Call("route-export", _add_router, {"expanded": work.learned, "output": work.routed, **options})
+    return Stage("route", lambda kept: call, work.routed)
 
-    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        return route_export(work.learned, work.routed, recipe.routing.make(), base_weights=work.taking, track=track), {}
 
-    return Stage("route", lambda kept: line, [work.routed], run)
+def _add_router(
+    expanded: Path,
+    output: Path,
+    routing: RouterOptions = RouterOptions(),
+    **given: Any,
+) -> Routed:
+    return route_export(expanded, output, routing.make(), **given)
 
 
 def _calibrate(work: Work) -> Stage:
-    recipe, drawn = work.recipe, work.folder / "calibration.png"
-    old, new = ([part_file(folder, CALIBRATE)] for folder in (work.old, work.new))
-    line = command(
-        "route-calibrate",
-        work.routed,
-        *_texts("--old", old),
-        *_texts("--new", new),
-        *changed_options(recipe.calibration, CalibrationSettings(), {"write", "plot"}),
-        *work.running("batch_size", "dtype", "device", "trust_remote_code"),
-        "--write",
-        "-o",
-        drawn,
-    )
+    drawn = work.folder / "calibration.png"
+    arguments = {
+        "routed": work.routed,
+        "old": [part_file(work.old, CALIBRATE)],
+        "new": [part_file(work.new, CALIBRATE)],
+        "settings": replace(work.recipe.calibration, write=True),
+        "run": work.run("batch_size", "dtype", "device", "trust_remote_code"),
+        "output": drawn,
+    }
+    call = Call("route-calibrate", _set_router, arguments)
 
-    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        settings = replace(recipe.calibration, write=False, plot=drawn)
-        calibration = route_calibrate(work.routed, old, new, settings, run=recipe.running, track=track)
-        if calibration.is_within and (proposed := calibration.proposed.routing) is not None:
-            set_routing(work.routed, proposed)
-            calibration = replace(calibration, written=True)
+    def keep(calibration: Calibration) -> Kept:
         routing = calibration.proposed.routing if calibration.written else calibration.present.routing
-        router = "" if routing is None else describe_router(routing)
-        return calibration, {"within": calibration.is_within, "router": router}
+        return {"within": calibration.is_within, "router": "" if routing is None else describe_router(routing)}
 
-    return Stage("calibrate", lambda kept: line, [drawn], run)
+    return Stage("calibrate", lambda kept: call, drawn, keep)
+
+
+def _set_router(
+    routed: Path,
+    old: Sequence[Path],
+    new: Sequence[Path],
+    settings: CalibrationSettings = CalibrationSettings(),
+    *,
+    output: Path,
+    **given: Any,
+) -> Calibration:
+    calibration = route_calibrate(routed, old, new, replace(settings, write=False, plot=output), **given)
+    if calibration.is_within and (proposed := calibration.proposed.routing) is not None:
+        set_routing(routed, proposed)
+        calibration = replace(calibration, written=True)
+    return calibration
 
 
 def _evaluate(work: Work) -> Stage:
+    arguments = {
+        "models": [work.result],
+        "old": work.measured("old"),
+        "new": work.measured("new"),
+        "run": work.run("batch_size", "dtype", "device", "trust_remote_code"),
+    }
     file = work.folder / "evaluation.json"
-    old, new = (work.measured(side) for side in ("old", "new"))
     # each process holds the whole model
-    launch = launch_options(work.recipe.processes)
-    words = [
-        "evaluate",
-        work.result,
-        *_texts("--old", old),
-        *_texts("--new", new),
-        *work.running("batch_size", "dtype", "device", "trust_remote_code"),
-        "-o",
-        file,
-    ]
+    call = Call("evaluate", evaluate, arguments, launch_options(work.recipe.processes), saved=file)
 
-    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        if launch:
-            content, evaluation = run_launched(words, launch, quiet=track is no_track), None
-            with suppress(ValueError):  # JSON has no number for a loss that is not finite
-                evaluation = read_record(content, Evaluation)
-            return evaluation, content
-        evaluation = evaluate([work.result], old, new, run=work.recipe.running, track=track)
-        write_json(file, _plain(evaluation))
-        return evaluation, _plain(evaluation)
+    def run(call: Call, track: Track) -> Evaluation | None:
+        done: Any = call.run(track)
+        if isinstance(done, Evaluation):
+            return done
+        with suppress(ValueError):  # JSON has no number for a loss that is not finite
+            return read_record(done, Evaluation)
+        return None
 
-    return Stage("evaluate", lambda kept: launch_line(words, launch), [file], run)
+    return Stage("evaluate", lambda kept: call, file, lambda evaluation: read_json(file), run)
 
 
 def _verify(work: Work) -> Stage:
     file = work.folder / "verification.json"
-    line = command("verify", work.result, *work.running("device", "trust_remote_code"), "-o", file)
-
-    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        verification = verify(work.result, run=work.recipe.running, track=track)
-        write_json(file, _plain(verification))
-        return verification, _plain(verification)
-
-    return Stage("verify", lambda kept: line, [file], run)
+    arguments = {"expanded": work.result, "run": work.run("device", "trust_remote_code")}
+    call = Call("verify", verify, arguments, saved=file)
+    return Stage("verify", lambda kept: call, file, lambda verification: read_json(file))
 
 
 def _report(work: Work) -> Stage:
     file = work.folder / "report.json"
-    name = work.training.name
-    named = [] if name is None else ["--name", name]
-    line = command("report", work.result, *named, *work.running("device", "trust_remote_code"), "-o", file)
-
-    def run(kept: Kept, track: Track) -> tuple[Any, Kept]:
-        made = report(work.result, name=name, run=replace(work.recipe.running, batch_size=None), track=track)
-        write_json(file, _plain(made))
-        return made, {}
-
-    return Stage("report", lambda kept: line, [file], run)
+    running = work.run("device", "trust_remote_code")
+    call = Call("report", report, {"expanded": work.result, "name": work.training.name, "run": running}, saved=file)
+    return Stage("report", lambda kept: call, file)
 
 
 def is_trained(folder: Path) -> bool:

@@ -75,7 +75,10 @@ def _format_samples(sampled: ToSample) -> str:
 
 def render_lines(estimate: Estimate) -> RenderableType:
     """Render the commands of all stages, to type by hand."""
-    lines = [Text(stage.line, no_wrap=True, overflow="ignore") for stage in estimate.stages]
+    lines: list[RenderableType] = []
+    for stage in estimate.stages:
+        lines.append(Text(stage.line, no_wrap=True, overflow="ignore"))
+        lines += [] if stage.remark is None else [sentence(f"note: {stage.remark}", "yellow")]
     return Group(heading("stages"), *lines)
 
 

@@ -288,7 +288,7 @@ def test_the_line_that_learn_shows_ranks_for_the_same_expansion(base, text, tmp_
     recipe = Recipe(str(base), (str(text),), expansion=replace(asked, layers=AUTO), ranking=pilot)
     work = Work(recipe, tmp_path, routes=True, has_pilot=True)
     (stage,) = [stage for stage in stages_of(work) if stage.name == "layers"]
-    words = shlex.split(stage.line({}).replace(str(tmp_path / "texts-new" / "learn.jsonl"), str(text)))
+    words = shlex.split(stage.call({}).line.replace(str(tmp_path / "texts-new" / "learn.jsonl"), str(text)))
     result = json.loads(run(*words[1:], "--json").stdout)
     ranked = Request(**{name: value for name, value in result["request"].items() if name != "new_tokens"})
     # the seed of the new tensors, and how rows of new tokens start, are said where these are made
