@@ -1,4 +1,4 @@
-"""One file, whole or not at all: small texts, JSON, tensors.
+"""Write single files, whole or not at all: small texts, JSON, tensors.
 
 Also how a file of the base model gets into another folder: as a reflink, a copy or a hard link, never by being read and
 written again as tensors.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class Path(NamedTuple):
-    """One way through the model."""
+    """A path through the model."""
 
     expansion: str = ""  # name of the expansion; empty for the base
     # whether W12 runs, which writes into a base stream of its own; without W12 the path shares the stream of the base
@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
     @property
     def has_w12(self) -> bool:
-        """Whether W12 writes into the base stream, which then belongs to one expansion."""
+        """True if W12 writes into the base stream, which then belongs to one expansion."""
         return self.writer != ""
 
 
@@ -68,7 +68,7 @@ class Paths:
 
     @property
     def is_base(self) -> bool:
-        """Whether the stock modules run alone."""
+        """True if the stock modules run alone."""
         return self.paths == (BASE,)
 
     def groups(self, layer: int) -> tuple[Group, ...]:
@@ -138,7 +138,7 @@ def fork_before(paths: Paths, layer: int, arriving: dict[str, int], widths: dict
 
 
 class Context(NamedTuple):
-    """What one thread runs."""
+    """The state of one thread."""
 
     paths: Paths
     choice: Any = None  # the `PathChoice` that the paths were made of

@@ -197,7 +197,7 @@ def route(router: Router, features: Features, context: RouterContext) -> Tensor:
 
 
 class _Reader:
-    """One forward of a router that reads tokens, some positions at a time."""
+    """A forward of a router that reads tokens, some positions at a time."""
 
     def __init__(
         self, router: Router, context: RouterContext, remembered: int, wanted: range, *, is_whole: bool

@@ -1,4 +1,4 @@
-"""All colours: of light and dark pages, of figures, and of the paths of a routed model."""
+"""Colours of light and dark pages, of figures, and of the paths of a routed model."""
 
 from __future__ import annotations
 

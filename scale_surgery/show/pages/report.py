@@ -86,7 +86,7 @@ class Section:
 
     @property
     def has_content(self) -> bool:
-        """Whether there is anything to show."""
+        """True if there is anything to show."""
         return bool(self.charts or self.tables or self.sentence or self.cells)
 
 
