@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from scale_surgery.surgery import blocks
+from scale_surgery.tensors import blocks
 
 # what a plan with the default ratio of 1/8 asks of an 8B Llama: rows, columns, rows of W21
 MATRICES = {

@@ -28,8 +28,8 @@ from scale_surgery.errors import SurgeryError
 from scale_surgery.evidence import verify
 from scale_surgery.evidence.promises import PROMISES
 from scale_surgery.fields import fields_of
+from scale_surgery.folder.routers import RouterOptions
 from scale_surgery.modeling.expanded_routers import ROUTERS
-from scale_surgery.surgery.routers import RouterOptions
 from tests.families import FAMILIES
 from tests.test_rooms import ROOMS
 from tests.tiny import save_tiny

@@ -25,8 +25,8 @@ from scale_surgery import (
 from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
 from scale_surgery.fields import Range, fields_of, problems_of
+from scale_surgery.folder.routers import RouterOptions
 from scale_surgery.planning.methods import METHODS
-from scale_surgery.surgery.routers import RouterOptions
 from scale_surgery.talking.serve import Address
 from tests.conftest import problems, refused
 

@@ -48,10 +48,10 @@ for line in json.loads(Path(mistaken).read_text()):
         main(line)
     refusals.append(stderr.getvalue())
 note("what is no request")
-from scale_surgery.surgery import blocks
+from scale_surgery.tensors import blocks
 note("blocks")
 from scale_surgery.surgery.expand import expand
-from scale_surgery.surgery.record import read_manifest
+from scale_surgery.folder.record import read_manifest
 expand(base, read_manifest(Path(expanded)).plan, output)
 note("an expansion that was planned before")
 plan(base, Request("last:2"))

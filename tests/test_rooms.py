@@ -26,6 +26,8 @@ ROOMS = [
     "running",
     "deriving",
     "biographies",
+    "tensors",
+    "folder",
     "surgery",
     "evidence",
     "show",

@@ -21,7 +21,7 @@ import transformers
 
 import scale_surgery
 from scale_surgery import adopt
-from scale_surgery.surgery.record import read_manifest
+from scale_surgery.folder.record import read_manifest
 from tests.conftest import digests
 from tests.each import mostly
 from tests.test_docs import (

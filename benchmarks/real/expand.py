@@ -86,8 +86,8 @@ def run_floor(base: Path, expanded: Path, copy: Path) -> None:
 
     from scale_surgery.checkpoint.files import write_tensors
     from scale_surgery.checkpoint.folder import open_checkpoint
-    from scale_surgery.surgery.initialise import Initialiser
-    from scale_surgery.surgery.record import read_manifest
+    from scale_surgery.folder.record import read_manifest
+    from scale_surgery.tensors.initialise import Initialiser
 
     AutoTokenizer.from_pretrained(base)
     _copy_and_hash(base, copy)

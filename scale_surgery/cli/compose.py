@@ -87,8 +87,8 @@ def router_of_composition(
     """Return the router of a composition from command line options, or None if no option is given."""
     from scale_surgery.checkpoint.names import MANIFEST_FILE
     from scale_surgery.checkpoint.sources import find_source
+    from scale_surgery.folder.record import read_manifest
     from scale_surgery.modeling.expanded_routers import PosteriorRouter
-    from scale_surgery.surgery.record import read_manifest
 
     if prior is None and switch_rate is None:
         return None

@@ -12,8 +12,8 @@ from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, given, named, options_from, output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 from scale_surgery.fields import fields_of
+from scale_surgery.folder.routers import RouterOptions
 from scale_surgery.modeling.expanded_routers import ROUTERS
-from scale_surgery.surgery.routers import RouterOptions
 
 if TYPE_CHECKING:
     from scale_surgery.modeling.expanded_routers import Router

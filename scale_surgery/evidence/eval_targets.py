@@ -15,12 +15,12 @@ from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, DataError, Problem
+from scale_surgery.folder.parts import base_tokenizer
+from scale_surgery.folder.record import Manifest, check_numbering, read_manifest
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
-from scale_surgery.surgery.parts import base_tokenizer
-from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest
 
 if TYPE_CHECKING:
     from scale_surgery.text.documents import Document

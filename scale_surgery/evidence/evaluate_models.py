@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.evidence.eval_targets import Subject
+from scale_surgery.folder.parts import link_base
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.parts import link_base
 
 if TYPE_CHECKING:
     from accelerate import PartialState

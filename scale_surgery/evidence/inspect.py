@@ -23,6 +23,8 @@ from scale_surgery.checkpoint.records import open_record, read_record, reading
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import base_config, code_folder, derive_config, read_base
 from scale_surgery.evidence.verification import changed_since
+from scale_surgery.folder.record import StoredManifest, read_stored
+from scale_surgery.folder.routers import read_router
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import check_layers, quantisation_of, remarks_on
@@ -33,8 +35,6 @@ from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.running.freeze import group_of
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import StoredManifest, read_stored
-from scale_surgery.surgery.routers import read_router
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import counted
+from scale_surgery.folder.check import added_files, bytes_of_model, check_integrity
+from scale_surgery.folder.parts import described_parts, part_readers
+from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.tokenizer import ASKING_FILES, MORE_TEMPLATES
-from scale_surgery.surgery.intact import added_files, bytes_of_model, check_integrity
-from scale_surgery.surgery.parts import described_parts, part_readers
-from scale_surgery.surgery.record import Manifest
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _changed_guards(checkpoint: Checkpoint, manifest: Manifest, advance: Progres
 
 def _not_copies(checkpoint: Checkpoint, plan: Plan, copies: Sequence[TensorPlan], advance: Progress) -> Iterator[str]:
     if copies:
-        from scale_surgery.surgery.initialise import altered_copies
+        from scale_surgery.tensors.initialise import altered_copies
 
         yield from altered_copies(plan, copies, checkpoint, advance)
 

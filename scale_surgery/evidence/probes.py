@@ -30,6 +30,10 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.errors import CheckpointError, Problem, counted
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
 from scale_surgery.evidence.kept_state import KeptState, measure_kept_state
+from scale_surgery.folder.config import written_config
+from scale_surgery.folder.folder import only
+from scale_surgery.folder.layout import make_index
+from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.progress import Finding, Track
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
@@ -40,10 +44,6 @@ from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.running.own_generation import continue_greedily
 from scale_surgery.running.prompts import Batch, encode_prompts, token_problems
 from scale_surgery.running.tokenizer import load_tokenizer
-from scale_surgery.surgery.config import written_config
-from scale_surgery.surgery.layout import make_index
-from scale_surgery.surgery.record import Manifest
-from scale_surgery.surgery.views import only
 
 # most tokens of a continuation without KV cache
 UNCACHED_TOKENS = 2

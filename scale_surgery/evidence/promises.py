@@ -11,8 +11,8 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import counted
 from scale_surgery.evidence.integrity import Integrity
+from scale_surgery.folder.record import Manifest
 from scale_surgery.running.drift import TOLERANCES
-from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Numbers

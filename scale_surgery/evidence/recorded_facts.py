@@ -15,10 +15,10 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.deriving.base import code_folder, derive_stored
 from scale_surgery.errors import CheckpointError, PlanError
+from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
     from scale_surgery.deriving.derive import Derived

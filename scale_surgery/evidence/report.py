@@ -22,10 +22,10 @@ from scale_surgery.errors import CheckpointError, PlanError, Problem, name_some
 from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
 from scale_surgery.evidence.report_streams import compare_streams
+from scale_surgery.folder.folder import open_expansion
+from scale_surgery.folder.record import Manifest, refuse_fused
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import Manifest, refuse_fused
-from scale_surgery.surgery.views import open_expansion
 
 
 def report(

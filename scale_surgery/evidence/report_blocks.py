@@ -17,17 +17,17 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensor
 from scale_surgery.evidence.report_records import Norms, Spectrum, TensorChange
 from scale_surgery.evidence.spectra import effective_rank, norm_of, singular_values
+from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.architecture import Block, Linear
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import linear_widths, specs_of_layer
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress
-from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scale_surgery.surgery.initialise import Initialiser
+    from scale_surgery.tensors.initialise import Initialiser
 
 # reported singular values of a spectrum; a plot cannot show more
 SPECTRUM_POINTS = 64
@@ -108,13 +108,13 @@ class Comparison:
 
     @cached_property
     def _initialiser(self) -> Initialiser:
-        from scale_surgery.surgery.initialise import Initialiser
+        from scale_surgery.tensors.initialise import Initialiser
 
         return Initialiser(self.plan, self.checkpoint, self.device)
 
     def _split(self, located: LinearOfBlock | None, value: Tensor) -> list[Tensor]:
         """Return the rows of each role of a fused projection, as matrices; the whole tensor if it is not fused."""
-        from scale_surgery.surgery.initialise import split_roles
+        from scale_surgery.tensors.initialise import split_roles
 
         rows = value[:, None].to(self.device) if value.dim() == 1 else value.to(self.device)
         if located is None or len(located[1].roles) == 1:

@@ -31,7 +31,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     """Compute all singular values, as roots of the eigenvalues of the smaller of A^T A and A A^T."""
     import torch
 
-    from scale_surgery.surgery.blocks import gram
+    from scale_surgery.tensors.blocks import gram
 
     # squaring costs precision: a value below 1e-8 of the largest one is rounding noise, too small to change the
     # effective rank

@@ -41,11 +41,11 @@ from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_t
 from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
 from scale_surgery.evidence.verification import OTHER_BASE, Verification, decide, says_more
+from scale_surgery.folder.parts import link_base
+from scale_surgery.folder.record import Manifest, check_numbering, read_manifest, tool_versions
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import Probes, RunOptions
-from scale_surgery.surgery.parts import link_base
-from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, tool_versions
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Numbers

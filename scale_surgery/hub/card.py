@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.errors import CheckpointError, Problem, counted, problems_of
 from scale_surgery.evidence.rehearsed import rehearsed_text
+from scale_surgery.folder.routers import describe_router
 from scale_surgery.hub.markdown import code, plain
 from scale_surgery.hub.repository import marked
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import METHODS, get_method
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
-from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.verification import Verification

@@ -9,9 +9,9 @@ from scale_surgery.checkpoint.names import STOCK_FILE
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
+from scale_surgery.folder.extract_folder import check_own_files, open_extract
 from scale_surgery.hub.repository import CARD_FILE, Contents, names_code
 from scale_surgery.progress import Track
-from scale_surgery.surgery.extract_folder import check_own_files, open_extract
 
 
 def check_contents(contents: Contents, track: Track) -> Verification | None:

@@ -34,9 +34,9 @@ from scale_surgery.checkpoint.names import (
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.records import read_record, reading
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.surgery.extract_folder import read_extract
-from scale_surgery.surgery.record import Manifest, read_manifest, refuse_linked
-from scale_surgery.surgery.record_schema import StockRecord
+from scale_surgery.folder.extract_folder import read_extract
+from scale_surgery.folder.record import Manifest, read_manifest, refuse_linked
+from scale_surgery.folder.record_schema import StockRecord
 
 if TYPE_CHECKING:
     from scale_surgery.hub.card import Card

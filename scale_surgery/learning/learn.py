@@ -33,6 +33,7 @@ from scale_surgery.deriving.base import read_base
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem, SurgeryError, TrainingError
 from scale_surgery.evidence.rehearsed import ITSELF
+from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
 from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
@@ -51,7 +52,6 @@ from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context
 from scale_surgery.running.new_tokens import check_source
 from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.surgery.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.text.sources import parse_source
 from scale_surgery.training.arguments import check_device
 from scale_surgery.training.rank_layers import plan_candidates, read_budget

@@ -14,12 +14,12 @@ from typing import Any, Literal, get_args
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.fields import Count, Field, fields_of
+from scale_surgery.folder.routers import RouterOptions
 from scale_surgery.learning.hold_out import HoldOutSettings
 from scale_surgery.planning.new_tokens import TokenSource
 from scale_surgery.planning.request import Request
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import RouterOptions
 from scale_surgery.training.ranking import RankingSettings
 from scale_surgery.training.settings import TrainingSettings
 

@@ -21,6 +21,7 @@ from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.verify import verify
+from scale_surgery.folder.routers import RouterOptions, describe_router
 from scale_surgery.learning.calls import Call
 from scale_surgery.learning.hold_out import (
     CALIBRATE,
@@ -46,7 +47,6 @@ from scale_surgery.running.new_tokens import find_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import Expansion, expand
 from scale_surgery.surgery.route import Routed, route_export, set_routing
-from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.result import Training
 from scale_surgery.training.run_folder import CURVES_FILE, NEW_LOSS, SETTINGS_FILE, read_log

@@ -20,6 +20,8 @@ from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
+from scale_surgery.folder.record import read_manifest
+from scale_surgery.folder.routers import is_even, routing_of, weights_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import (
@@ -35,9 +37,7 @@ from scale_surgery.routing.outcome import Outcome
 from scale_surgery.routing.sweep import SweepTexts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.show.commands import changed_options
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import set_routing
-from scale_surgery.surgery.routers import is_even, routing_of, weights_of
 
 if TYPE_CHECKING:
     from scale_surgery.text.documents import Document

@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.folder.routers import numbers_of
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.running.loss import Measurement
-from scale_surgery.surgery.routers import numbers_of
 
 if TYPE_CHECKING:
     from torch import Tensor

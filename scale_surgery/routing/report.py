@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.sources import listed, open_model
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, sequences_of
+from scale_surgery.folder.routers import routing_of
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, token_of, totals_of
 from scale_surgery.routing.token_texts import token_texts
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import routing_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.eval_targets import Subject
+from scale_surgery.folder.routers import describe_router, is_even
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.routing.outcome import Outcome, mean_with_error
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import describe_router, is_even
 
 if TYPE_CHECKING:
     from scale_surgery.routing.path_scores import PathBatch, PathLosses, Weigh

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.folder.routers import is_even, weights_of
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
 from scale_surgery.show.figures import tidy
 from scale_surgery.show.palette import GREY, INK, VERMILION
-from scale_surgery.surgery.routers import is_even, weights_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,10 +13,10 @@ from rich.text import Text
 from scale_surgery.errors import counted
 from scale_surgery.evidence.rehearsed import rehearsed_text
 from scale_surgery.evidence.report_records import Norms, TensorChange, add_norms
+from scale_surgery.folder.routers import describe_router
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.layout import Facts, PlainTable, heading, sentence
 from scale_surgery.show.tables import format_count
-from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.errors import counted, shorten
+from scale_surgery.folder.routers import describe_router
 from scale_surgery.show.layout import Facts, NamedRows, PlainTable, heading, sentence
 from scale_surgery.show.tables import render_warnings
-from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.probes import Layer, Numbers, PathNumbers

@@ -1,1 +1,1 @@
-"""What writes a model folder: expand, strip, route, merge, extract, apply, and the record that each of them keeps."""
+"""Verbs that make one model folder of another: expand, adopt, apply, compose, extract, strip, route, merge."""

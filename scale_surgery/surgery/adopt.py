@@ -27,15 +27,9 @@ from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, PlanError, Problem
-from scale_surgery.planning.plan import Origin
-from scale_surgery.planning.saved import saved_origins
-from scale_surgery.progress import Track, no_track
-from scale_surgery.running.loading import load_config
-from scale_surgery.running.matching import Match
-from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.config import expanded_config
-from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.record import (
+from scale_surgery.folder.check import refuse_damaged
+from scale_surgery.folder.config import expanded_config
+from scale_surgery.folder.record import (
     ExpansionRecord,
     check_numbering,
     read_manifest,
@@ -43,7 +37,14 @@ from scale_surgery.surgery.record import (
     refuse_linked,
     tool_versions,
 )
-from scale_surgery.surgery.routers import router_of
+from scale_surgery.folder.routers import router_of
+from scale_surgery.folder.write import least_base_bytes, write_folder
+from scale_surgery.planning.plan import Origin
+from scale_surgery.planning.saved import saved_origins
+from scale_surgery.progress import Track, no_track
+from scale_surgery.running.loading import load_config
+from scale_surgery.running.matching import Match
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.same_base import hash_base
 from scale_surgery.surgery.saved import (
     BaseComparison,
@@ -57,7 +58,6 @@ from scale_surgery.surgery.saved import (
     open_saved,
     rounded_dtypes,
 )
-from scale_surgery.surgery.write_folder import least_base_bytes, write_folder
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _records(
 
 def _start_again(trained: Trained, run: RunOptions, track: Track) -> dict[str, ExpansionRecord]:
     """Records of expansions as they begin; their tensors are made again to be hashed, and not written."""
-    from scale_surgery.surgery.initialise import Initialiser
+    from scale_surgery.tensors.initialise import Initialiser
 
     records = dict[str, ExpansionRecord]()
     with track("their start", sum(plan.costs.parameters_added for plan in trained.plans.values())) as advance:

@@ -26,6 +26,12 @@ from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.folder.config import stored_shard, written_config
+from scale_surgery.folder.extract_folder import Extract, check_own_files, name_in_extract, open_extract
+from scale_surgery.folder.layout import Contents, lay_out, make_index, needed_bytes, tensors_in, total_bytes
+from scale_surgery.folder.record import BaseFile, Manifest, base_tensors, refuse_linked, tool_versions
+from scale_surgery.folder.renumbered import renumbered_shards, stored_shards
+from scale_surgery.folder.write import EXTENDED, extended_texts
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.plan import plan_expansion
 from scale_surgery.planning.reserved import name_clash, reserved_names
@@ -33,13 +39,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import load_tokenizer, pin_tokenizer_class
-from scale_surgery.surgery.config import stored_shard, written_config
-from scale_surgery.surgery.extract_folder import Extract, check_own_files, name_in_extract, open_extract
-from scale_surgery.surgery.layout import Contents, lay_out, make_index, needed_bytes, tensors_in, total_bytes
-from scale_surgery.surgery.record import BaseFile, Manifest, base_tensors, refuse_linked, tool_versions
-from scale_surgery.surgery.renumbered import renumbered_shards, stored_shards
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
-from scale_surgery.surgery.write_folder import EXTENDED, extended_texts
 
 # written for each base, never taken over from the extract as they are
 WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)

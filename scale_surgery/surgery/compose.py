@@ -21,6 +21,15 @@ from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError, Problem
+from scale_surgery.folder.check import refuse_damaged
+from scale_surgery.folder.config import path_problems_of
+from scale_surgery.folder.extract_folder import Extract, check_own_files, open_extract
+from scale_surgery.folder.folder import view_of
+from scale_surgery.folder.layout import Content, Headed, lay_out, total_bytes
+from scale_surgery.folder.record import ExpansionRecord, Manifest, read_manifest, refuse_fused, refuse_linked
+from scale_surgery.folder.renumbered import aligned_header
+from scale_surgery.folder.routers import router_for
+from scale_surgery.folder.write import least_base_bytes, write_folder
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.base import Base, base_alone
 from scale_surgery.planning.methods import refuse
@@ -29,16 +38,7 @@ from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.config import path_problems_of
-from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
-from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.layout import Content, Headed, lay_out, total_bytes
-from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_fused, refuse_linked
-from scale_surgery.surgery.renumbered import aligned_header
-from scale_surgery.surgery.routers import router_for
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
-from scale_surgery.surgery.views import view_of
-from scale_surgery.surgery.write_folder import least_base_bytes, write_folder
 
 
 @dataclass(frozen=True)

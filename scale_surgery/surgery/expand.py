@@ -16,6 +16,9 @@ from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import counted
+from scale_surgery.folder.check import refuse_damaged
+from scale_surgery.folder.record import ExpansionRecord, Manifest, read_manifest, refuse_linked
+from scale_surgery.folder.write import least_base_bytes, tool_on, write_folder
 from scale_surgery.planning.base import base_in, remarks_on
 from scale_surgery.planning.plan import Plan, check_fits
 from scale_surgery.planning.request import Request
@@ -26,9 +29,6 @@ from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.compose import check_beside, routing_beside
-from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.record import ExpansionRecord, Manifest, read_manifest, refuse_linked
-from scale_surgery.surgery.write_folder import least_base_bytes, tool_on, write_folder
 
 # untrained rows of the embedding lie nearer to the mean of all than this share of the usual distance; transformers
 # begins new rows at a hundred-thousandth of it
@@ -152,7 +152,7 @@ def _write_new_tensors(
     plan: Plan, base: Checkpoint, partial: Path, device: str, tokenizer: Any | None, track: Track
 ) -> None:
     """Write the shards of new tensors; one that is there already, from an interrupted run, stays."""
-    from scale_surgery.surgery.initialise import Initialiser
+    from scale_surgery.tensors.initialise import Initialiser
 
     initialiser = Initialiser(plan, base, device, tokenizer)
     with track("new tensors", plan.costs.parameters_added) as advance:

@@ -35,19 +35,19 @@ from scale_surgery.checkpoint.names import (
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.extract_folder import (
+from scale_surgery.folder.check import refuse_damaged
+from scale_surgery.folder.extract_folder import (
     EXTRACT_FORMAT,
     ExpansionFile,
     ExtractRecord,
     content_problems,
     name_in_extract,
 )
-from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.layout import Content, lay_out, make_index, needed_bytes, total_bytes
-from scale_surgery.surgery.record import Manifest, refuse_fused, refuse_linked, tool_versions
-from scale_surgery.surgery.views import open_expansion
-from scale_surgery.surgery.write_folder import tokenizer_beside
+from scale_surgery.folder.folder import open_expansion
+from scale_surgery.folder.layout import Content, lay_out, make_index, needed_bytes, total_bytes
+from scale_surgery.folder.record import Manifest, refuse_fused, refuse_linked, tool_versions
+from scale_surgery.folder.write import tokenizer_beside
+from scale_surgery.progress import Track, no_track
 
 # expansion tensors are made from base tensors, so the terms of the base go with them
 LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)", re.IGNORECASE)

@@ -27,11 +27,8 @@ from scale_surgery.checkpoint.shards import (
     stored,
 )
 from scale_surgery.errors import CheckpointError, PlanError, Problem
-from scale_surgery.modeling.expanded_routers import CosineRouter
-from scale_surgery.planning.stock import fused_problems
-from scale_surgery.progress import Track
-from scale_surgery.surgery.config import code_texts, fused_config
-from scale_surgery.surgery.joining import (
+from scale_surgery.folder.config import code_texts, fused_config
+from scale_surgery.folder.joining import (
     cast_problems,
     copied_head,
     fork_of,
@@ -42,9 +39,12 @@ from scale_surgery.surgery.joining import (
     joined_tensors,
     renamed_tensors,
 )
-from scale_surgery.surgery.layout import Content, Shard, lay_out, make_index, tensors_in, total_bytes
-from scale_surgery.surgery.parts import rebuilt_shard
-from scale_surgery.surgery.record import Manifest
+from scale_surgery.folder.layout import Content, Shard, lay_out, make_index, tensors_in, total_bytes
+from scale_surgery.folder.parts import rebuilt_shard
+from scale_surgery.folder.record import Manifest
+from scale_surgery.modeling.expanded_routers import CosineRouter
+from scale_surgery.planning.stock import fused_problems
+from scale_surgery.progress import Track
 
 if TYPE_CHECKING:
     from torch import Tensor

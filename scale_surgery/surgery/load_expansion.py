@@ -21,6 +21,8 @@ from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import tensor_bytes
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError, Problem
+from scale_surgery.folder.config import written_config
+from scale_surgery.folder.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
@@ -35,8 +37,6 @@ from scale_surgery.running.wrap_model import (
     quantised_modules,
     quantised_shape,
 )
-from scale_surgery.surgery.config import written_config
-from scale_surgery.surgery.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.surgery.same_base import (
     base_title,
     check_fit,

@@ -30,20 +30,20 @@ from scale_surgery.checkpoint.names import (
 )
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.folder.check import bytes_of_model, check_integrity, refuse_damaged
+from scale_surgery.folder.config import code_texts, hash_texts, with_router
+from scale_surgery.folder.folder import only
+from scale_surgery.folder.joining import count_differences, damaged_pieces
+from scale_surgery.folder.layout import lay_out, total_bytes
+from scale_surgery.folder.record import Manifest, check_name, read_manifest, refuse_linked, tool_versions
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.compose import compose
-from scale_surgery.surgery.config import code_texts, hash_texts, with_router
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
-from scale_surgery.surgery.intact import bytes_of_model, check_integrity, refuse_damaged
-from scale_surgery.surgery.joining import count_differences, damaged_pieces
-from scale_surgery.surgery.layout import lay_out, total_bytes
 from scale_surgery.surgery.merge_stock import check_stock, write_stock
-from scale_surgery.surgery.record import Manifest, check_name, read_manifest, refuse_linked, tool_versions
-from scale_surgery.surgery.views import only
 
 MergedForm = Literal["fused", "stock", "blocks"]
 

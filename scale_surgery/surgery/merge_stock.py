@@ -19,6 +19,10 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.shards import Entry, computed, stored
 from scale_surgery.errors import PlanError, Problem
+from scale_surgery.folder.joining import Joined, cast_problems, join_pieces, joined_tensors
+from scale_surgery.folder.layout import Content, Shard, lay_out, total_bytes
+from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.write import extended_texts
 from scale_surgery.planning.architecture import CONFIG_KEYS, Architecture, Sizes
 from scale_surgery.planning.specs import Widths, linear_widths
 from scale_surgery.planning.stock import (
@@ -28,10 +32,6 @@ from scale_surgery.planning.stock import (
     stock_sizes,
 )
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.joining import Joined, cast_problems, join_pieces, joined_tensors
-from scale_surgery.surgery.layout import Content, Shard, lay_out, total_bytes
-from scale_surgery.surgery.record import Manifest
-from scale_surgery.surgery.write_folder import extended_texts
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,14 +18,14 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError, Problem
+from scale_surgery.folder.check import refuse_damaged
+from scale_surgery.folder.config import path_problems_of, with_router
+from scale_surgery.folder.layout import Content, bytes_of, lay_out, needed_bytes, total_bytes
+from scale_surgery.folder.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
+from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.config import path_problems_of, with_router
-from scale_surgery.surgery.intact import refuse_damaged
-from scale_surgery.surgery.layout import Content, bytes_of, lay_out, needed_bytes, total_bytes
-from scale_surgery.surgery.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
-from scale_surgery.surgery.routers import check_paths_differ, describe_router, router_for
 
 
 @dataclass(frozen=True)

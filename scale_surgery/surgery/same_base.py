@@ -14,9 +14,9 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.folder.extract_folder import Extract
+from scale_surgery.folder.record import BaseTensor, Manifest
 from scale_surgery.progress import Track
-from scale_surgery.surgery.extract_folder import Extract
-from scale_surgery.surgery.record import BaseTensor, Manifest
 
 Shapes = Mapping[str, tuple[int, ...]]
 # keys of a config that change no number that a model gives

@@ -32,13 +32,13 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.trainer_files import LeftBehind, chat_template, read_left_behind
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import MOST_LINES, CheckpointError, Problem
+from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Track
 from scale_surgery.running.in_memory import without_weights
 from scale_surgery.running.loading import needs_own_code, translated
 from scale_surgery.running.matching import Match, Pair, match_names
-from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -368,7 +368,7 @@ def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[
 
 def _reader(values: SavedTensors, tensor: TensorPlan, pairs: Sequence[Pair]) -> Callable[[], Tensor]:
     """Reads a new tensor in the dtype of its plan; where it was saved several times, all have to be the same."""
-    from scale_surgery.surgery.initialise import TORCH_DTYPES
+    from scale_surgery.tensors.initialise import TORCH_DTYPES
 
     def read() -> Tensor:
         value = values.read(pairs[0])
@@ -391,7 +391,7 @@ def rounded_dtypes(saved: Saved, trained: Trained, match: Match) -> Mapping[str,
     """New tensors that are written in a dtype that does not hold all values of the saved one, such as "F32 to BF16"."""
     import torch
 
-    from scale_surgery.surgery.initialise import TORCH_DTYPES
+    from scale_surgery.tensors.initialise import TORCH_DTYPES
 
     rounded = Counter[str]()
     for pair in match.pairs:

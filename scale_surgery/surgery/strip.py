@@ -11,10 +11,10 @@ from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.names import EXTRACT_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.folder.layout import lay_out, needed_bytes, total_bytes
+from scale_surgery.folder.parts import base_contents
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.layout import lay_out, needed_bytes, total_bytes
-from scale_surgery.surgery.parts import base_contents
-from scale_surgery.surgery.record import read_manifest
 
 
 @dataclass(frozen=True)

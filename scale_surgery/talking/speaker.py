@@ -14,6 +14,7 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.evidence.eval_targets import Subject, open_subjects
 from scale_surgery.fields import problems_of
+from scale_surgery.folder.routers import describe_router, router_of, sides_of
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.token_texts import TextReader
@@ -22,7 +23,6 @@ from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole, translated
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.routers import describe_router, router_of, sides_of
 from scale_surgery.talking.interrupt import StopAtOnce
 from scale_surgery.talking.records import Answer, Ending, Token
 from scale_surgery.talking.settings import GenerationSettings

@@ -21,6 +21,7 @@ from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import DataError, Problem, TrainingError, counted, problems_of
+from scale_surgery.folder.record import Manifest
 from scale_surgery.progress import Finding, Progress, Track
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
@@ -28,7 +29,6 @@ from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.loss import evaluating
 from scale_surgery.running.own_generation import generate_with
 from scale_surgery.running.tokenizer import check_token_ids
-from scale_surgery.surgery.record import Manifest
 from scale_surgery.text.documents import read_questions
 from scale_surgery.text.sequences import Sequences, concatenate
 from scale_surgery.text.tokenizing import pack, tokenize_prompts

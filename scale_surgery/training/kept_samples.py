@@ -17,9 +17,9 @@ from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import DataError, counted
+from scale_surgery.folder.parts import hash_parts
+from scale_surgery.folder.record import Manifest, tool_versions
 from scale_surgery.progress import Finding, Track
-from scale_surgery.surgery.parts import hash_parts
-from scale_surgery.surgery.record import Manifest, tool_versions
 from scale_surgery.text.sequences import Sequences
 
 if TYPE_CHECKING:

@@ -12,16 +12,16 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import Problem, TrainingError
+from scale_surgery.folder.config import written_config
+from scale_surgery.folder.folder import open_expansion
+from scale_surgery.folder.parts import link_base
+from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.methods import refuse
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.loading import auto_class_of, model_class, quiet_transformers, translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.wrap_model import StoredExpansion, put_expansion
-from scale_surgery.surgery.config import written_config
-from scale_surgery.surgery.parts import link_base
-from scale_surgery.surgery.record import Manifest
-from scale_surgery.surgery.views import open_expansion
 from scale_surgery.training.arguments import choose_precision, is_cpu
 from scale_surgery.training.settings import GROUPS, Quantisation, TrainingSettings, groups_problem
 

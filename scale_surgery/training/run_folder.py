@@ -33,11 +33,11 @@ from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import Problem, TrainingError
+from scale_surgery.folder.layout import lay_out, total_bytes
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.plan import SHARD_STEM
 from scale_surgery.progress import Track
 from scale_surgery.running.in_memory import InMemory
-from scale_surgery.surgery.layout import lay_out, total_bytes
-from scale_surgery.surgery.record import read_manifest
 
 SETTINGS_FILE = "settings.json"
 CURVES_FILE = "curves.png"
@@ -200,7 +200,7 @@ def publish_tensors(target: Path, name: str, trained: Path, step: str, model: In
     """Write trained tensors into a folder: new shards, then the index; then remove the old shards."""
     from safetensors import safe_open
 
-    from scale_surgery.surgery.initialise import TORCH_DTYPES
+    from scale_surgery.tensors.initialise import TORCH_DTYPES
 
     checkpoint = open_checkpoint(target)
     plan, stem = read_manifest(target).expansions[name].plan, f"{SHARD_STEM}{name}-"

@@ -26,19 +26,19 @@ from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, Problem, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.progress import Steps, Track, no_track
-from scale_surgery.running.in_memory import InMemory
-from scale_surgery.running.options import RunOptions
-from scale_surgery.running.processes import LONGEST_WAIT
-from scale_surgery.surgery.parts import tokenizer_alone
-from scale_surgery.surgery.record import (
+from scale_surgery.folder.folder import open_expansion
+from scale_surgery.folder.parts import tokenizer_alone
+from scale_surgery.folder.record import (
     Manifest,
     check_numbering,
     refuse_fused,
     refuse_linked,
     tool_versions,
 )
-from scale_surgery.surgery.views import open_expansion
+from scale_surgery.progress import Steps, Track, no_track
+from scale_surgery.running.in_memory import InMemory
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.processes import LONGEST_WAIT
 from scale_surgery.text.sources import parse_source, paths_of
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (

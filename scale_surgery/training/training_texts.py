@@ -19,12 +19,12 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import CheckpointError, DataError, Problem
+from scale_surgery.folder.parts import base_tokenizer, tokenizer_alone
+from scale_surgery.folder.record import Manifest
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids, digest_tokenizer
-from scale_surgery.surgery.parts import base_tokenizer, tokenizer_alone
-from scale_surgery.surgery.record import Manifest
 from scale_surgery.text.documents import Document, read_documents
 from scale_surgery.text.saved_datasets import DATA_FILES, digest_of
 from scale_surgery.text.sequences import (

@@ -11,9 +11,9 @@ import pytest
 from scale_surgery.checkpoint.sources import find_source, open_model
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.strip import strip
 from tests.conftest import digests, problems
 

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from scale_surgery.cli.options import output_options, parse_size
 from scale_surgery.cli.program import main
 from scale_surgery.deriving.planned import make_plan
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.show.console import Output
-from scale_surgery.surgery.record import read_manifest
 from tests.command import run
 from tests.conftest import digests
 from tests.tiny import save_tiny

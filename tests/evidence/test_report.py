@@ -29,9 +29,9 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Norms, Report, TensorChange, add_norms, by_layer
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.show.pages.report import render_page
 from scale_surgery.show.tables_report import format_norm, format_share, render_report
-from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, edited, problems, refused, shake, shown
 from tests.each import FEW, mostly
 from tests.evidence.test_verify import SHARD

@@ -11,11 +11,11 @@ import torch
 from scale_surgery import Probes, Request, RunOptions, expand, verify
 from scale_surgery.evidence import hostile_texts, probes
 from scale_surgery.evidence.probes import forecast, run_model
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.running.drift import compare_logits, largest_difference
 from scale_surgery.running.prompts import Batch
 from scale_surgery.show.log_lines import LogLines
-from scale_surgery.surgery.record import read_manifest
 from tests.conftest import edited, load
 from tests.routed import random_ids
 from tests.tiny import save_tiny

@@ -23,9 +23,9 @@ from scale_surgery import (
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.evidence.probes import compare_path, run_alone
+from scale_surgery.folder.check import check_integrity
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.prompts import Batch
-from scale_surgery.surgery.intact import check_integrity
-from scale_surgery.surgery.record import read_manifest
 from tests.command import run
 from tests.composed import LLAMA, Made, mixed
 from tests.conftest import Bars, digests, edited, flip, load

@@ -31,10 +31,10 @@ from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.shards import computed, write_shard
 from scale_surgery.cli.options import parse_size
 from scale_surgery.fields import fields_of, problems_of
+from scale_surgery.folder.routers import RouterOptions
 from scale_surgery.planning.request import complete
 from scale_surgery.planning.saved import save_plan
 from scale_surgery.show.visible import visible
-from scale_surgery.surgery.routers import RouterOptions
 from scale_surgery.text.documents import read_documents
 
 # the same examples in every run; `pytest --hypothesis-seed` draws others

@@ -17,6 +17,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.verify import verify
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import is_written_card, read_contents
 from scale_surgery.planning.new_tokens import NewTokens
@@ -25,7 +26,6 @@ from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from tests.command import run
 from tests.conftest import REQUESTS, digests, edited, problems

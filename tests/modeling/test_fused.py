@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from scale_surgery import PlanError, Request, expand, merge
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.modeling.modeling_fused import Entering, Narrow, Padding, Shared, Split
 from scale_surgery.progress import no_track
 from scale_surgery.surgery.fused import write_fused
-from scale_surgery.surgery.record import read_manifest
 from tests.conftest import REQUESTS, load, refused, shake
 from tests.each import FEW, WAYS, mostly
 from tests.sweep.take import twin_config, write_base

@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 
 from scale_surgery import CheckpointError, GenerationSettings, PlanError, Probes, evaluate, generate, verify
 from scale_surgery.errors import Problem
+from scale_surgery.folder.record import read_manifest
+from scale_surgery.folder.routers import describe_router
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.modeling.expanded_routers import ROUTERS, Router
 from scale_surgery.modeling.expanded_routing import Evidence, state_of
@@ -22,9 +24,7 @@ from scale_surgery.routing.report import route_report
 from scale_surgery.routing.watched import watched
 from scale_surgery.show.tables_calibrate import render_calibration
 from scale_surgery.show.tables_route_report import render_route_report
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
-from scale_surgery.surgery.routers import describe_router
 from tests.composed import LLAMA
 from tests.conftest import load, problems, refused
 from tests.each import mostly

@@ -21,6 +21,7 @@ from scale_surgery.deriving.planned import load_plan, make_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError, Problem, UnsupportedFamilyError
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.inspect import inspect
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.base import Base, sizes_of_blocks
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.plan import Plan, plan_expansion
@@ -29,7 +30,6 @@ from scale_surgery.planning.saved import save_plan
 from scale_surgery.planning.scale import RATIO, WIDTH
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.tables_plan import plan_rows
-from scale_surgery.surgery.record import read_manifest
 from tests.command import run
 from tests.conftest import edited, problems, refused
 from tests.sweep.take import twin_config, write_base

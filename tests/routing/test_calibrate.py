@@ -33,6 +33,7 @@ from scale_surgery import (
 )
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate_models import Score
+from scale_surgery.folder.routers import router_of, weights_of
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
@@ -54,7 +55,6 @@ from scale_surgery.routing.sweep import Measured, Reference, round_threshold, se
 from scale_surgery.running.loss import Measurement
 from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
-from scale_surgery.surgery.routers import router_of, weights_of
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.tokenizing import collate, pad, stride, tokenize
 from tests.command import run

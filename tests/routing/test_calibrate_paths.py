@@ -13,13 +13,13 @@ import torch
 
 from scale_surgery import CalibrationSettings
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.folder.check import check_integrity
+from scale_surgery.folder.record import read_manifest
+from scale_surgery.folder.routers import is_even, router_of, weights_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.routing.calibrate import Calibration, route_calibrate
 from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import render_calibration
-from scale_surgery.surgery.intact import check_integrity
-from scale_surgery.surgery.record import read_manifest
-from scale_surgery.surgery.routers import is_even, router_of, weights_of
 from tests.command import run
 from tests.composed import Made, mixed
 from tests.conftest import load, shown

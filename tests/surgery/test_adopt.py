@@ -40,14 +40,14 @@ from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.trainer_files import LeftBehind, read_left_behind
 from scale_surgery.errors import Problem
+from scale_surgery.folder.config import stored_shard
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.progress import no_progress
 from scale_surgery.running.stored_names import reading_of
 from scale_surgery.show.tables_forms import render_adopted
-from scale_surgery.surgery.config import stored_shard
 from scale_surgery.surgery.load_expansion import load_expansion
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.settings import TrainingSettings
 from tests.command import run
 from tests.conftest import REQUESTS, Pair, digests, edited, load, problems, shown

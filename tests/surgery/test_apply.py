@@ -19,12 +19,12 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.verify import verify
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.request import Request
 from scale_surgery.show.tables_forms import render_applied
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export, unroute
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import TrainingSettings

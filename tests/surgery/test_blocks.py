@@ -15,9 +15,9 @@ from scale_surgery.deriving.planned import plan
 from scale_surgery.planning.architecture import Linear
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Widths
-from scale_surgery.surgery import blocks
-from scale_surgery.surgery.blocks import seeded_generator, svd_embedding, svd_w21, svd_w22
-from scale_surgery.surgery.initialise import Initialiser, join_roles, split_roles
+from scale_surgery.tensors import blocks
+from scale_surgery.tensors.blocks import seeded_generator, svd_embedding, svd_w21, svd_w22
+from scale_surgery.tensors.initialise import Initialiser, join_roles, split_roles
 from tests.each import mostly
 from tests.families import FAMILIES
 

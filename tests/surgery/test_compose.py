@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from scale_surgery import CosineRouter, PosteriorRouter, Request, apply, compose, expand, extract, route_export, strip
 from scale_surgery.errors import CheckpointError, PlanError, Problem
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.modeling import register
-from scale_surgery.surgery.record import read_manifest
 from tests.command import run
 from tests.composed import LLAMA, REQUESTS, Made, mixed
 from tests.conftest import digests, load, problems, shake

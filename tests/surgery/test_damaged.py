@@ -25,8 +25,8 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE
 from scale_surgery.errors import Problem
-from scale_surgery.surgery.intact import check_integrity
-from scale_surgery.surgery.record import read_manifest
+from scale_surgery.folder.check import check_integrity
+from scale_surgery.folder.record import read_manifest
 from tests.conftest import edited, flip, problems, shake
 
 BASE_SHARD = "model-00001-of-00001.safetensors"

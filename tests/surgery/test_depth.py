@@ -22,6 +22,7 @@ from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.eval_targets import open_subjects
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.depth import BINDINGS, build_depth_specs, deepened_config
@@ -30,7 +31,6 @@ from scale_surgery.show.tables import render_inspection
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.extract import extract
-from scale_surgery.surgery.record import read_manifest
 from tests.conftest import DEEPENED, Pair, digests, edited, load, problems, refused, shake, shown
 from tests.each import FORM_OF, WAYS, each_shape_in_a_form, mostly
 from tests.families import FAMILIES as FACTS

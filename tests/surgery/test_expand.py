@@ -21,6 +21,7 @@ from scale_surgery.checkpoint.names import CODE_FILES
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.evidence.verify import verify
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
@@ -31,7 +32,6 @@ from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from tests.conftest import digests, edited, load, problems

@@ -14,13 +14,13 @@ from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.evaluate import evaluate
 from scale_surgery.evidence.inspect import inspect
+from scale_surgery.folder.extract_folder import STORED_INDEX, open_extract
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
-from scale_surgery.surgery.extract_folder import STORED_INDEX, open_extract
 from scale_surgery.surgery.merge import merge
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export, set_routing
 from scale_surgery.surgery.strip import strip
 from tests.command import run

@@ -19,18 +19,18 @@ from scale_surgery.errors import CheckpointError, PlanError, Problem, TrainingEr
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.planning.grow import COPIES
 from scale_surgery.planning.request import Request
-from scale_surgery.surgery import blocks
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.load_expansion import load_expansion
 from scale_surgery.surgery.merge import merge
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
+from scale_surgery.tensors import blocks
 from scale_surgery.training.settings import GROUPS, TrainingSettings
 from scale_surgery.training.train import train
 from tests.conftest import digests, edited, load, problems, refused, shake

@@ -37,10 +37,10 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import Problem
+from scale_surgery.folder.joining import join_pieces, joined_tensors, take_piece
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.drift import TOLERANCES, measure_drift
 from scale_surgery.surgery.fused import check_fusible
-from scale_surgery.surgery.joining import join_pieces, joined_tensors, take_piece
-from scale_surgery.surgery.record import read_manifest
 from tests.command import run
 from tests.conftest import REQUESTS, digests, edited, load, problems, refusal, refused, shake
 from tests.each import each_shape, mostly

@@ -19,6 +19,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import PlanError, Problem
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.stock import StockWidths, stock_problems, stock_sizes
@@ -26,7 +27,6 @@ from scale_surgery.running.drift import TOLERANCES, measure_drift
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.merge_stock import check_stock, stock_config, write_stock
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import route_export
 from tests.command import run
 from tests.conftest import digests, edited, load, problems, shake, shown

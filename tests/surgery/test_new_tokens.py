@@ -35,10 +35,10 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import Problem
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.specs import Widths
 from scale_surgery.surgery.merge_stock import stock_config
-from scale_surgery.surgery.record import read_manifest
 from tests.conftest import digests, edited, load, problems, refused, shake
 from tests.each import mostly
 from tests.sweep.take import twin_config, write_base

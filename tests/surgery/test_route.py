@@ -17,11 +17,11 @@ import torch
 
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.evidence.inspect import inspect
+from scale_surgery.folder.record import read_manifest
+from scale_surgery.folder.routers import RouterOptions, describe_router
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
 from scale_surgery.surgery.expand import expand
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
-from scale_surgery.surgery.routers import RouterOptions, describe_router
 from scale_surgery.surgery.strip import strip
 from tests import routed
 from tests.command import run

@@ -36,8 +36,8 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.errors import Problem
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.freeze import expansion_disabled, expansion_parts, train_in_float32
-from scale_surgery.surgery.record import read_manifest
 from tests.by_hand import save_base
 from tests.conftest import Pair, digests, edited, load, problems, refused
 from tests.each import mostly

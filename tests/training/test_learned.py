@@ -30,11 +30,11 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people, question
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate import evaluate
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.learning.estimate import count_tokens
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.progress import no_track
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.text import documents
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.sequences import Sequences, StoredSequences

@@ -14,8 +14,8 @@ import torch
 from scale_surgery import Request, RunOptions, TrainingError, TrainingSettings, TrainingStart, expand, strip, train
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.device import has_bfloat16
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training import arguments
 from scale_surgery.training.arguments import choose_precision
 from scale_surgery.training.load_model import load_to_train

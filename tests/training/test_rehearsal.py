@@ -30,10 +30,10 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import Problem
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.progress import no_track
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.text.sequences import Sequences, concatenate
 from scale_surgery.text.tokenizing import pack
 from scale_surgery.training import rehearsal

@@ -38,9 +38,9 @@ from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.errors import Problem
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.in_memory import InMemory
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.run_folder import publish_tensors
 from scale_surgery.training.settings import GROUPS
 from tests.command import run

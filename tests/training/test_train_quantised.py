@@ -13,8 +13,8 @@ import transformers
 
 from scale_surgery import Request, expand, train, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.record import read_manifest
 from scale_surgery.training.load_model import load_to_train
 from scale_surgery.training.settings import TrainingSettings
 from tests.command import run

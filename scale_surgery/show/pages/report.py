@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.evidence.rehearsed import rehearsed_texts
+from scale_surgery.folder.routers import describe_router
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.pages.charts import Chart, collaboration_charts, run_charts, spectrum_charts, stream_charts
 from scale_surgery.show.pages.filling import fill, write
@@ -28,7 +29,6 @@ from scale_surgery.show.tables_report import (
     format_share,
     separations,
 )
-from scale_surgery.surgery.routers import describe_router
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams, TensorChange

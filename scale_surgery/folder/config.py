@@ -16,6 +16,8 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import Problem
+from scale_surgery.folder.joining import fork_of, gram_size, own_columns, shares_head
+from scale_surgery.folder.record import BaseTensor, Manifest
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.architecture import CONFIG_KEYS
 from scale_surgery.planning.depth import deepened_config
@@ -23,8 +25,6 @@ from scale_surgery.planning.paths import base_specs, path_problems
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import Widths
 from scale_surgery.planning.stock import first_wide_layer
-from scale_surgery.surgery.joining import fork_of, gram_size, own_columns, shares_head
-from scale_surgery.surgery.record import BaseTensor, Manifest
 
 NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
 
@@ -62,7 +62,7 @@ def expanded_config(
             edited = _with_vocabulary(edited, facts, new_tokens)
     # the first shard that a loader opens may be that of an expansion
     if not {"dtype", "torch_dtype"}.intersection(config):
-        from scale_surgery.surgery.initialise import TORCH_DTYPES
+        from scale_surgery.tensors.initialise import TORCH_DTYPES
 
         edited["torch_dtype"] = str(TORCH_DTYPES[running_dtype(tensors.values())]).removeprefix("torch.")
     return edited if routing is None else with_router(edited, routing)

@@ -26,22 +26,22 @@ from scale_surgery.checkpoint.names import (
     TRAINING_FOLDER,
 )
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
-from scale_surgery.modeling.expanded_routers import Router
-from scale_surgery.planning.new_tokens import extended_tokenizer, extended_tokenizer_config
-from scale_surgery.planning.plan import Plan
-from scale_surgery.progress import Track
-from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import pin_tokenizer_class
-from scale_surgery.surgery.config import (
+from scale_surgery.folder.config import (
     code_texts,
     expanded_config,
     hash_texts,
     stored_shard,
     written_config,
 )
-from scale_surgery.surgery.layout import Content, bytes_of, lay_out, make_index, needed_bytes, tensors_in, total_bytes
-from scale_surgery.surgery.record import BaseFile, ExpansionRecord, Manifest, base_tensors, tool_versions
-from scale_surgery.surgery.renumbered import hash_stored, renumbered_shards, stored_shards
+from scale_surgery.folder.layout import Content, bytes_of, lay_out, make_index, needed_bytes, tensors_in, total_bytes
+from scale_surgery.folder.record import BaseFile, ExpansionRecord, Manifest, base_tensors, tool_versions
+from scale_surgery.folder.renumbered import hash_stored, renumbered_shards, stored_shards
+from scale_surgery.modeling.expanded_routers import Router
+from scale_surgery.planning.new_tokens import extended_tokenizer, extended_tokenizer_config
+from scale_surgery.planning.plan import Plan
+from scale_surgery.progress import Track
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import pin_tokenizer_class
 
 # what new tokens are written into
 EXTENDED = {TOKENIZER_FILE: extended_tokenizer, TOKENIZER_CONFIG_FILE: extended_tokenizer_config}

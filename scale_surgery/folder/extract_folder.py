@@ -31,9 +31,9 @@ from scale_surgery.checkpoint.records import read_record_file, reading
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.fields import Range
+from scale_surgery.folder.config import config_problems
+from scale_surgery.folder.record import Manifest, read_manifest, refuse_fused
 from scale_surgery.progress import Track, no_track
-from scale_surgery.surgery.config import config_problems
-from scale_surgery.surgery.record import Manifest, read_manifest, refuse_fused
 
 EXTRACT_FORMAT = 1
 

@@ -18,7 +18,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import linear_widths
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.surgery import blocks
+from scale_surgery.tensors import blocks
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

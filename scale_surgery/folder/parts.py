@@ -18,10 +18,7 @@ from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import Entry, entries_of, tensor_bytes
 from scale_surgery.errors import CheckpointError, Problem, problems_of
-from scale_surgery.progress import Progress, no_progress
-from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.surgery.joining import (
+from scale_surgery.folder.joining import (
     Joined,
     copied_head,
     joined_tensors,
@@ -29,9 +26,12 @@ from scale_surgery.surgery.joining import (
     take_piece,
     tied_head,
 )
-from scale_surgery.surgery.layout import Content, Shard
-from scale_surgery.surgery.record import Manifest
-from scale_surgery.surgery.renumbered import base_content
+from scale_surgery.folder.layout import Content, Shard
+from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.renumbered import base_content
+from scale_surgery.progress import Progress, no_progress
+from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import need_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

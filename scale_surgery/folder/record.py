@@ -28,14 +28,14 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import RecordError, read_record_file, reading
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError
+from scale_surgery.folder.record_schema import Certificate, ForcedBase, Fused, Run, Size, check_headers
+from scale_surgery.folder.routers import read_router
 from scale_surgery.modeling import is_ours
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.base import Base, BaseFacts, check_facts, check_layers
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.tensors import TensorPlan
-from scale_surgery.surgery.record_schema import Certificate, ForcedBase, Fused, Run, Size, check_headers
-from scale_surgery.surgery.routers import read_router
 
 MANIFEST_FORMAT = 3
 # the record of a package is read once: it stays as it was imported

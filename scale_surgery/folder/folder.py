@@ -9,8 +9,8 @@ from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import parse_json
-from scale_surgery.surgery.config import written_config
-from scale_surgery.surgery.record import Manifest, ManifestView, check_name, read_manifest
+from scale_surgery.folder.config import written_config
+from scale_surgery.folder.record import Manifest, ManifestView, check_name, read_manifest
 
 
 def open_expansion(path: Path, name: str | None = None) -> tuple[Checkpoint, Manifest]:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 from scale_surgery.checkpoint.expansions import INFIX, tensor_name
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.errors import Problem
+from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import Spec, specs_of_layer
 from scale_surgery.planning.stock import IN_EMBEDDING, first_wide_layer
 from scale_surgery.planning.stored import module_path
-from scale_surgery.surgery.record import Manifest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,10 +18,10 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.shards import header_bytes
+from scale_surgery.folder.config import stored_shard
+from scale_surgery.folder.layout import Content, Headed
+from scale_surgery.folder.record import Manifest
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.surgery.config import stored_shard
-from scale_surgery.surgery.layout import Content, Headed
-from scale_surgery.surgery.record import Manifest
 
 # of a cache line, and of the widest vectors
 ALIGNMENT = 64

@@ -14,15 +14,15 @@ from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file, hash_tens
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.folder.config import config_problems
+from scale_surgery.folder.joining import joined_tensors, renamed_tensors, tied_head
+from scale_surgery.folder.parts import described_parts, hash_parts
+from scale_surgery.folder.record import Manifest, check_numbering
+from scale_surgery.folder.renumbered import hash_stored
+from scale_surgery.folder.write import EXTENDED, tokenizer_texts
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.tokenizer import TOKENIZER_FILES, VOCABULARY_FILES
-from scale_surgery.surgery.config import config_problems
-from scale_surgery.surgery.joining import joined_tensors, renamed_tensors, tied_head
-from scale_surgery.surgery.parts import described_parts, hash_parts
-from scale_surgery.surgery.record import Manifest, check_numbering
-from scale_surgery.surgery.renumbered import hash_stored
-from scale_surgery.surgery.write_folder import EXTENDED, tokenizer_texts
 
 
 @dataclass(frozen=True)

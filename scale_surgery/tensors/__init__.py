@@ -1,0 +1,1 @@
+"""New tensors: blocks, and the values with which they begin."""
