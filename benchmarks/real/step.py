@@ -32,7 +32,7 @@ from transformers.utils import logging
 from benchmarks.device import publish, watched
 from benchmarks.training_cost import adapted_rank, count_trained
 from scale_surgery import Request, RunOptions, TrainingSettings, expand
-from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.allocator import keep_freed_memory
@@ -103,7 +103,7 @@ def make_expansion(model: Path, folder: Path, variant: str) -> Path:
 
 def load_expanded(path: Path) -> Any:
     """Load an expansion as `train` does."""
-    return load_to_train(open_checkpoint(path), SETTINGS, RunOptions(device="cpu"))
+    return load_to_train(open_folder(path), SETTINGS, RunOptions(device="cpu"))
 
 
 def load_adapted(model: Path, parameters: int) -> Any:

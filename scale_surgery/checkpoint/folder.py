@@ -69,8 +69,8 @@ class Checkpoint:
     stamps: Stamps = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
-    def manifest(self) -> Mapping[str, Any] | None:
-        """Parsed surgery.json, or None if it is missing."""
+    def recorded(self) -> Mapping[str, Any] | None:
+        """Parsed surgery.json, unchecked, or None if it is missing."""
         file = self.path / MANIFEST_FILE
         return read_json(file) if file.is_file() else None
 

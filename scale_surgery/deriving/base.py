@@ -199,7 +199,7 @@ def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _recorded_code(checkpoint: Checkpoint) -> Any:
-    expansions: Any = (checkpoint.manifest or {}).get("expansions")
+    expansions: Any = (checkpoint.recorded or {}).get("expansions")
     record = next(iter(expansions.values()), None) if isinstance(expansions, Mapping) else None
     for key in ("facts", "architecture", "own_code"):
         record = record.get(key) if isinstance(record, Mapping) else None

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
-from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, DataError, Problem
+from scale_surgery.folder.folder import Folder, with_record
 from scale_surgery.folder.parts import base_tokenizer
-from scale_surgery.folder.record import Manifest, check_numbering, read_manifest
+from scale_surgery.folder.record import Manifest
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
@@ -47,12 +48,11 @@ class Subject:
     """A model to measure.
 
     Attributes:
-        path: Its folder.
+        checkpoint: What was opened: a `Folder` if it has a surgery.json, from which its base can be restored.
         name: Its name in tables.
         is_expanded: True if it has an expansion, which can be disabled.
         is_fused: True if its blocks are joined with its base, so that neither can be measured alone.
         is_routed: True if it has a router, which can be disabled.
-        manifest: Its surgery.json, from which its base can be restored; None without one.
         base: Name of the base inside it, the same for models that share one; None without a record. If it is itself the
             base of another measured model, the name of that base.
         tokenizer: Its tokenizer.
@@ -61,17 +61,26 @@ class Subject:
         vocabulary: Number of token ids with embeddings.
     """
 
-    path: Path
+    checkpoint: Checkpoint
     name: str
     is_expanded: bool
     is_fused: bool
     is_routed: bool
-    manifest: Manifest | None
     base: str | None
     tokenizer: Any
     base_tokenizer: Any
     context: int | None
     vocabulary: int
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.checkpoint.path
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Its surgery.json; None without one, and of a fused model, whose paths cannot be measured alone."""
+        return self.checkpoint.manifest if isinstance(self.checkpoint, Folder) else None
 
     @property
     def expansions(self) -> tuple[str, ...]:
@@ -155,22 +164,20 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
     specs = checkpoint.config.get(CONFIG_KEY, {})
     is_fused = any(recorded.get("fused", False) for recorded in specs_of_expansions(specs))
     is_expanded = bool(specs) and not is_fused
-    manifest = read_manifest(source.path) if is_expanded and (source.path / MANIFEST_FILE).is_file() else None
-    if manifest is not None:
-        check_numbering(checkpoint, manifest)
+    if is_expanded and (source.path / MANIFEST_FILE).is_file():
+        checkpoint = with_record(checkpoint)
     config = load_config(source.path, source.name, run)
     tokenizer = need_tokenizer(source.path, source.name, run)
     return Subject(
-        path=source.path,
+        checkpoint=checkpoint,
         name=source.name,
         is_expanded=is_expanded,
         is_fused=is_fused,
         # no path of a fused model can be measured alone
         is_routed=ROUTER_KEY in specs and not is_fused,
-        manifest=manifest,
         base=None,
         tokenizer=tokenizer,
-        base_tokenizer=tokenizer if manifest is None else base_tokenizer(source.path, manifest, tokenizer, run),
+        base_tokenizer=base_tokenizer(checkpoint, tokenizer, run) if isinstance(checkpoint, Folder) else tokenizer,
         context=context_of(config),
         vocabulary=config.vocab_size,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.evidence.eval_targets import Subject
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.parts import link_base
 from scale_surgery.progress import Progress
 from scale_surgery.running.freeze import expansion_disabled
@@ -99,9 +100,9 @@ class Meter:
 
     def measure_base(self, subject: Subject, advance: Progress) -> MeasuredRow:
         """Measure the base model inside an expanded one, by the stock class."""
-        assert subject.base is not None and subject.manifest is not None
+        assert subject.base is not None and isinstance(subject.checkpoint, Folder)
         with tempfile.TemporaryDirectory() as folder:
-            renamed = link_base(subject.path, Path(folder), subject.manifest)
+            renamed = link_base(subject.checkpoint, Path(folder))
             with loaded_whole(Path(folder), subject.base, self.run, renamed=renamed) as model:
                 return self._measure(model, Score(subject.base, "base", None), advance, is_base=True)
 

@@ -184,7 +184,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         UnsupportedFamilyError: If its architecture is not supported.
     """
     source, checkpoint = open_model(model, revision)
-    if CONFIG_KEY in checkpoint.config and checkpoint.manifest is None and needs_own_code(checkpoint.config):
+    if CONFIG_KEY in checkpoint.config and checkpoint.recorded is None and needs_own_code(checkpoint.config):
         # only the record names the base's classes
         refuse_form(model, "saved", "expanded")
     code = code_folder(checkpoint, run)

@@ -15,6 +15,7 @@ from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import counted
 from scale_surgery.folder.check import added_files, bytes_of_model, check_integrity
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.parts import described_parts, part_readers
 from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.plan import Plan
@@ -58,16 +59,15 @@ class Integrity:
     base_bytes: int
 
 
-def check_files(
-    checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None, advance: Progress = no_progress
-) -> Integrity:
-    """Check an expanded checkpoint against its manifest, and against a base model if one is given."""
-    parts = described_parts(checkpoint, manifest)
-    damage = check_integrity(checkpoint, manifest, advance)
+def check_files(folder: Folder, base: Checkpoint | None, advance: Progress = no_progress) -> Integrity:
+    """Check an expanded folder against its surgery.json, and against a base model if one is given."""
+    manifest = folder.manifest
+    parts = described_parts(folder)
+    damage = check_integrity(folder, advance)
     expansion = damage.expansion
     began = {name: digest for recorded in manifest.expansions.values() for name, digest in recorded.tensors.items()}
     differing = [] if base is None else base_differences(parts, damage.hashes, base, advance)
-    base_problems = () if base is None or damage.base else other_base(checkpoint, manifest, base, differing)
+    base_problems = () if base is None or damage.base else other_base(folder, base, differing)
     other_keys = [] if base is None else base_config_differences(manifest.replaced[CONFIG_FILE], base)
     return Integrity(
         base=(*map(str, damage.base), *base_problems, *differing),
@@ -76,10 +76,10 @@ def check_files(
         config=(*map(str, damage.config), *other_keys),
         code=tuple(map(str, damage.code)),
         foreign_code=manifest.foreign_code,
-        unreleased_code=tuple(_unreleased(checkpoint, manifest)),
+        unreleased_code=tuple(_unreleased(folder)),
         fingerprint=_fingerprint(manifest, {**damage.hashes, **expansion}),
         is_loadable=not damage.missing and len(damage.hashes) == len(manifest.base_tensors),
-        nonzero=tuple(_changed_guards(checkpoint, manifest, advance)),
+        nonzero=tuple(_changed_guards(folder, advance)),
         trained=tuple(name for name, digest in expansion.items() if began.get(name) != digest),
         base_tensors=len(manifest.base_tensors),
         base_bytes=sum(parts[name].bytes for name in damage.hashes),
@@ -92,11 +92,11 @@ def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def bytes_to_check(checkpoint: Checkpoint, manifest: Manifest, base: Checkpoint | None) -> int:
+def bytes_to_check(folder: Folder, base: Checkpoint | None) -> int:
     """Return the number of bytes that `check_files` reads, for a progress bar."""
-    total = bytes_of_model(checkpoint, manifest)
+    total = bytes_of_model(folder)
     # each copy is made again for the comparison
-    guards = (tensor for plan in manifest.plans.values() for tensor in plan.method.guards(plan))
+    guards = (tensor for plan in folder.manifest.plans.values() for tensor in plan.method.guards(plan))
     total += sum(tensor.bytes for tensor in guards if tensor.init == "copy")
     return total + (sum(info.bytes for info in base.tensors.values()) if base is not None else 0)
 
@@ -114,15 +114,15 @@ def base_differences(
     return problems
 
 
-def other_base(checkpoint: Checkpoint, record: Manifest, base: Checkpoint, differing: Sequence[str]) -> tuple[str, ...]:
+def other_base(folder: Folder, base: Checkpoint, differing: Sequence[str]) -> tuple[str, ...]:
     """Return a problem if the given base is not the folder's base, otherwise nothing."""
     if not differing:
         return ()
-    count, all_of_them = len(differing), len({*record.base_tensors, *base.tensors})
+    count, all_of_them = len(differing), len({*folder.manifest.base_tensors, *base.tensors})
     difference = f"{count} of {counted(all_of_them, 'tensor')} {'is another' if count == 1 else 'are others'}"
     return (
-        f"{base.path}: is not the base of {checkpoint.path}, {difference}. Give the one that it was made on, "
-        f"{record.base_name}, or leave --base out.",
+        f"{base.path}: is not the base of {folder.path}, {difference}. Give the one that it was made on, "
+        f"{folder.manifest.base_name}, or leave --base out.",
     )
 
 
@@ -133,12 +133,12 @@ def _described(tensors: Mapping[str, TensorInfo], hashes: Mapping[str, str], nam
     return f"{info.dtype} {list(info.shape)} with sha256 {hashes[name][:16]}..."
 
 
-def asking_warnings(checkpoint: Checkpoint, record: Manifest) -> list[str]:
+def asking_warnings(folder: Folder) -> list[str]:
     """Return warnings about files of prompting and generation that the base does not have, a line each."""
-    templates = [name for name in checkpoint.side_files if name.startswith(MORE_TEMPLATES)]
+    templates = [name for name in folder.side_files if name.startswith(MORE_TEMPLATES)]
     return [
         f"{name}: the base has none. It changes how the model is asked, and no promise is about it."
-        for name in added_files(checkpoint, record, [*ASKING_FILES, *templates])
+        for name in added_files(folder, [*ASKING_FILES, *templates])
     ]
 
 
@@ -148,37 +148,35 @@ def base_config_differences(recorded: str, base: Checkpoint) -> list[str]:
     return [f"config.json: {key} differs from that of the base model {base.path}." for key in keys]
 
 
-def _unreleased(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[str]:
+def _unreleased(folder: Folder) -> Iterator[str]:
     """Generate the code files that no release of this program wrote, regardless of surgery.json."""
-    facts = manifest.first_plan.architecture
-    for file in checkpoint.side_files:
-        if file.endswith(".py") and not modeling.is_ours(file, hash_file(checkpoint.path / file), facts):
+    facts = folder.manifest.first_plan.architecture
+    for file in folder.side_files:
+        if file.endswith(".py") and not modeling.is_ours(file, hash_file(folder.path / file), facts):
             yield file
 
 
-def _changed_guards(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> list[str]:
+def _changed_guards(folder: Folder, advance: Progress) -> list[str]:
     """Return the guards (see `Method.guards`) that changed since the expansion, a line each."""
     problems: list[str] = []
-    for plan in manifest.plans.values():
+    for plan in folder.manifest.plans.values():
         guards = plan.method.guards(plan)
         copies = [tensor for tensor in guards if tensor.init == "copy"]
-        problems += _not_constant(checkpoint, manifest, plan, guards)
-        problems += _not_copies(checkpoint, plan, copies, advance)
+        problems += _not_constant(folder, plan, guards)
+        problems += _not_copies(folder, plan, copies, advance)
     return list(dict.fromkeys(problems))
 
 
-def _not_copies(checkpoint: Checkpoint, plan: Plan, copies: Sequence[TensorPlan], advance: Progress) -> Iterator[str]:
+def _not_copies(folder: Folder, plan: Plan, copies: Sequence[TensorPlan], advance: Progress) -> Iterator[str]:
     if copies:
         from scale_surgery.tensors.initialise import altered_copies
 
-        yield from altered_copies(plan, copies, checkpoint, advance)
+        yield from altered_copies(plan, copies, folder, advance)
 
 
-def _not_constant(
-    checkpoint: Checkpoint, manifest: Manifest, plan: Plan, guards: Sequence[TensorPlan]
-) -> Iterator[str]:
+def _not_constant(folder: Folder, plan: Plan, guards: Sequence[TensorPlan]) -> Iterator[str]:
     values = {"zero": 0, "mute": plan.architecture.mute_gain}
-    readers, planned = part_readers(checkpoint, manifest), manifest.planned
+    readers, planned = part_readers(folder), folder.manifest.planned
     wanted = {tensor.name: values[tensor.init] for tensor in guards if tensor.init in values}
     # a W12 without a plan also writes into the base stream
     wanted |= {name: 0 for name in readers if name.endswith(".w12") and name not in planned}

@@ -23,17 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from scale_surgery.checkpoint.expansions import BASE_NAME
-from scale_surgery.checkpoint.files import write_json
-from scale_surgery.checkpoint.folder import Checkpoint
-from scale_surgery.checkpoint.names import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
-from scale_surgery.checkpoint.reading import parse_json
+from scale_surgery.checkpoint.names import GENERATION_FILE
 from scale_surgery.errors import CheckpointError, Problem, counted
 from scale_surgery.evidence.hostile_texts import excess, hostile_texts, prompt_texts
 from scale_surgery.evidence.kept_state import KeptState, measure_kept_state
-from scale_surgery.folder.config import written_config
-from scale_surgery.folder.folder import only
-from scale_surgery.folder.layout import make_index
-from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.folder import Folder
+from scale_surgery.folder.write import write_config, write_index
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.progress import Finding, Track
 from scale_surgery.running.drift import LogitDrift, compare_logits, cosines, largest_difference
@@ -193,8 +188,7 @@ class ModelRun:
 
 
 def probe(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     base: Path,
     probes: Probes,
     run: RunOptions,
@@ -202,25 +196,26 @@ def probe(
     renamed: Mapping[str, str],
 ) -> Numbers:
     """Run the base, the model of each path alone, and the expanded model on the same prompts, and compare."""
+    manifest = folder.manifest
     encoded, sizes = encode_prompts(base, probes, run), manifest.first_plan.sizes
-    tokens = token_problems(encoded, load_tokenizer(checkpoint.path, run), sizes.vocabulary)
+    tokens = token_problems(encoded, load_tokenizer(folder.path, run), sizes.vocabulary)
     batch, names = encoded.batch, tuple(manifest.expansions)
     # a model without a router has one path, and a fused one cannot choose a path
     names = names if manifest.routing is not None and manifest.fused is None else ()
     real = batch.mask.bool()
     # the base and the model; each expansion alone, each path by name, and the mixture
     with track("probe prompts", 2 + (2 * len(names) + 2) * bool(names)) as advance:
-        if sum(info.bytes for info in checkpoint.tensors.values()) >= LARGE:
+        if sum(info.bytes for info in folder.tensors.values()) >= LARGE:
             advance(0, forecast(2 + len(names), batch, probes))
         with loaded(base, run, name=manifest.base_name, renamed=renamed) as (model, known):
             stock = run_model(model, batch, sizes, probes.max_new_tokens, run.device)
             del model
         advance(1)
         alone = [PathRun(stock.logits[real], stock.cached, stock.uncached)]
-        for run_of_path in run_alone(checkpoint, manifest, names, batch, probes.max_new_tokens, run, known):
+        for run_of_path in run_alone(folder, names, batch, probes.max_new_tokens, run, known):
             alone.append(run_of_path)
             advance(1)
-        with loaded(checkpoint.path, run) as (model, problems), translated(*RUNNING):
+        with loaded(folder.path, run) as (model, problems), translated(*RUNNING):
             problems = _unlike_base(model, problems, known)
             expanded = run_model(model, batch, sizes, probes.max_new_tokens, run.device)
             advance(1)
@@ -340,8 +335,7 @@ def _base_logits(model: Any, base: Tensor) -> Tensor:
 
 
 def run_alone(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     names: Sequence[str],
     batch: Batch,
     new_tokens: int,
@@ -349,16 +343,16 @@ def run_alone(
     known: Sequence[Problem] = (),
 ) -> Iterator[PathRun]:
     """Run the model with each expansion alone."""
-    has_own_code = bool(manifest.first_plan.architecture.own_code)
+    has_own_code = bool(folder.manifest.first_plan.architecture.own_code)
     for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            link_alone(*only(checkpoint, manifest, name), Path(folder))
+        with tempfile.TemporaryDirectory() as scratch:
+            link_alone(folder.only(name), Path(scratch))
             # without own code of the base, the folder has no code, and this program's code runs
             options = run if has_own_code else replace(run, trust_remote_code=False)
-            with loaded(Path(folder), options, name=name) as (model, problems), translated(*RUNNING):
+            with loaded(Path(scratch), options, name=name) as (model, problems), translated(*RUNNING):
                 if unfit := _unlike_base(model, problems, known):
                     raise CheckpointError(Problem("model-unlike-files", name, *unfit))
-                path_run = run_path(model, batch, manifest.first_plan.sizes, new_tokens, run.device)
+                path_run = run_path(model, batch, folder.manifest.first_plan.sizes, new_tokens, run.device)
                 # free it before the next one is loaded
                 del model
         yield path_run
@@ -369,18 +363,18 @@ def _unlike_base(model: Any, problems: Sequence[Problem], known: Sequence[Proble
     return [problem for problem in problems if is_strict(model) or problem not in known]
 
 
-def link_alone(checkpoint: Checkpoint, manifest: Manifest, folder: Path) -> None:
+def link_alone(folder: Folder, scratch: Path) -> None:
     """Make a folder that loads as the model with one expansion alone: links to shards, config.json and an index."""
+    manifest = folder.manifest
     own_code = manifest.first_plan.architecture.own_code
     # generation settings and own code are the base's
-    beside = [file for file in checkpoint.side_files if file == GENERATION_FILE or (own_code and file.endswith(".py"))]
-    for file in (*checkpoint.shards, *beside):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).symlink_to((checkpoint.path / file).resolve())
-    write_json(folder / INDEX_FILE, make_index(checkpoint.tensors.values()))
+    beside = [file for file in folder.side_files if file == GENERATION_FILE or (own_code and file.endswith(".py"))]
+    for file in (*folder.shards, *beside):
+        (scratch / file).parent.mkdir(parents=True, exist_ok=True)
+        (scratch / file).symlink_to((folder.path / file).resolve())
+    write_index(scratch, folder.tensors.values())
     # made from the record, as the one in the folder may have been changed
-    base = parse_json(manifest.replaced[CONFIG_FILE])
-    write_json(folder / CONFIG_FILE, written_config(manifest, base))
+    write_config(scratch, folder.manifest)
 
 
 @torch.no_grad()

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import counted
 from scale_surgery.evidence.integrity import Integrity
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.record import Manifest
 from scale_surgery.running.drift import TOLERANCES
 
@@ -44,20 +44,20 @@ class Promise:
 
 
 def judge(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     integrity: Integrity,
     numbers: Numbers | None,
     problems: tuple[str, ...],
     required: tuple[str, ...],
 ) -> tuple[Promise, ...]:
     """Judge every promise that a model of this kind can claim, or that is required."""
+    manifest = folder.manifest
     promises = (
         Promise("recoverable", True, not integrity.base, _recoverable_evidence(integrity), integrity.base),
         _output_at_init(manifest, integrity, numbers, problems),
         _near_output_at_init(manifest, integrity, numbers, problems),
         _old_vocabulary(manifest, integrity, numbers, problems),
-        _base_stream_always(checkpoint, manifest, integrity, numbers, problems),
+        _base_stream_always(folder, integrity, numbers, problems),
         _shut_gates(manifest, integrity, numbers, problems),
         _paths_as_alone(manifest, integrity, numbers, problems),
         _bounded_forgetting(manifest, numbers, problems),
@@ -185,18 +185,17 @@ def _old_vocabulary(
 
 
 def _base_stream_always(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     integrity: Integrity,
     numbers: Numbers | None,
     general: tuple[str, ...],
 ) -> Promise:
-    is_routed, plan = manifest.routing is not None, manifest.first_plan
-    blocks = [name for name in checkpoint.tensors if name.endswith(".w12")]
+    is_routed, plan = folder.manifest.routing is not None, folder.manifest.first_plan
+    blocks = [name for name in folder.tensors if name.endswith(".w12")]
     problems = [f"{name}: writes into the base stream." for name in blocks if not is_routed] + [*integrity.base]
     evidence = f"{len(blocks)} W12 block{'s exist' if len(blocks) > 1 else ' exists'}" if blocks else "no W12 exists"
     evidence += ", on paths of expansions alone" if blocks and is_routed else ""
-    if numbering_of(checkpoint.config.get(CONFIG_KEY)) is not None:
+    if numbering_of(folder.config.get(CONFIG_KEY)) is not None:
         evidence = "new layers write into the base stream once they are trained"
         problems.append(f"{evidence}.")
     if numbers is None:

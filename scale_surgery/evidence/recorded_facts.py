@@ -10,12 +10,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.deriving.base import code_folder, derive_stored
 from scale_surgery.errors import CheckpointError, PlanError
-from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.folder import Folder
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.plan import Plan
 from scale_surgery.running.options import RunOptions
@@ -27,12 +26,13 @@ if TYPE_CHECKING:
 LASTING = ("model_type", "base_model", "layers", "embedding", "final_norm", "transposed", "softcap", "stored_as")
 
 
-def fact_problems(checkpoint: Checkpoint, manifest: Manifest, run: RunOptions = RunOptions()) -> tuple[str, ...]:
+def fact_problems(folder: Folder, run: RunOptions = RunOptions()) -> tuple[str, ...]:
     """Compare the recorded facts with those that are derived again."""
+    manifest = folder.manifest
     try:
         config = parse_json(manifest.replaced.get(CONFIG_FILE, "{}"))
-        code = code_folder(checkpoint, run)
-        derived = derive_stored(config, str(checkpoint.path), manifest.base_tensors, code)
+        code = code_folder(folder, run)
+        derived = derive_stored(config, str(folder.path), manifest.base_tensors, code)
     except (CheckpointError, PlanError) as error:
         return tuple(f"{MANIFEST_FILE}: its facts of the base model cannot be checked: {line}" for line in error.lines)
     return tuple(

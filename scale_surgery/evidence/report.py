@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.sources import listed
@@ -22,8 +21,8 @@ from scale_surgery.errors import CheckpointError, PlanError, Problem, name_some
 from scale_surgery.evidence.report_blocks import Comparison
 from scale_surgery.evidence.report_records import CURVES, Report, Streams, by_layer
 from scale_surgery.evidence.report_streams import compare_streams
-from scale_surgery.folder.folder import open_expansion
-from scale_surgery.folder.record import Manifest, refuse_fused
+from scale_surgery.folder.folder import Folder, open_folder, refuse_fused
+from scale_surgery.folder.record import Manifest
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.options import RunOptions
 
@@ -68,11 +67,11 @@ def report(
         raise PlanError(Problem("text-unread", "--text"))
     if sequence_length is not None and not files:
         raise PlanError(Problem("length-without-text", "--sequence-length", length=sequence_length))
-    checkpoint, manifest = open_expansion(path, name)
-    refuse_fused(path, manifest)
-    _check_tensors(checkpoint, manifest)
-    plan = manifest.plan
-    comparison = Comparison(checkpoint, manifest, plan, run.placed().device)
+    folder = open_folder(path).one(name)
+    refuse_fused(folder)
+    _check_tensors(folder)
+    manifest, plan = folder.manifest, folder.manifest.plan
+    comparison = Comparison(folder, run.placed().device)
     with track("blocks", sum(tensor.bytes for tensor in plan.tensors)) as advance:
         tensors = tuple(comparison.changes(advance))
     streams = None
@@ -83,7 +82,7 @@ def report(
         path=path,
         base_name=manifest.base_name,
         method=plan.method.name,
-        variant=manifest.plan.variant,
+        variant=plan.variant,
         routing=manifest.routing,
         state=state,
         parameters=sum(tensor.elements for tensor in plan.tensors),
@@ -96,18 +95,18 @@ def report(
     )
 
 
-def _check_tensors(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Refuse a checkpoint with missing tensors or tensors of another shape than planned; all are named."""
-    shapes = {tensor.name: tensor.shape for tensor in manifest.plan.tensors}
-    missing = [name for name in (*manifest.base_tensors, *shapes) if name not in checkpoint.tensors]
+def _check_tensors(folder: Folder) -> None:
+    """Refuse a folder with missing tensors or tensors of another shape than planned; all are named."""
+    shapes = {tensor.name: tensor.shape for tensor in folder.manifest.plan.tensors}
+    missing = [name for name in (*folder.manifest.base_tensors, *shapes) if name not in folder.tensors]
     problems = [Problem("tensor-missing", name) for name in missing]
     problems += [
-        Problem("tensor-shape", name, shape=checkpoint.tensors[name].shape, planned=shape)
+        Problem("tensor-shape", name, shape=folder.tensors[name].shape, planned=shape)
         for name, shape in shapes.items()
-        if name not in missing and checkpoint.tensors[name].shape != shape
+        if name not in missing and folder.tensors[name].shape != shape
     ]
     if problems:
-        raise CheckpointError(Problem("shards-damaged", checkpoint.path, *problems))
+        raise CheckpointError(Problem("shards-damaged", folder.path, *problems))
 
 
 def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
+from scale_surgery.checkpoint.folder import read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensor
 from scale_surgery.evidence.report_records import Norms, Spectrum, TensorChange
 from scale_surgery.evidence.spectra import effective_rank, norm_of, singular_values
-from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.folder import Folder
 from scale_surgery.planning.architecture import Block, Linear
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.specs import linear_widths, specs_of_layer
@@ -40,23 +40,24 @@ class Comparison:
     """A comparison of the tensors of an expanded checkpoint with their initial values.
 
     Attributes:
-        checkpoint: The expanded checkpoint.
-        manifest: Its surgery.json.
-        plan: Its plan.
+        folder: The folder, as if it held this expansion alone.
         device: Device of the computation.
         differing: Tensors whose recomputed initial values have another sha256 than recorded.
         unknown: Tensors with unknown initial values: they were made from another base tensor than the present one.
         spoiled: Tensors with NaN or infinity.
     """
 
-    checkpoint: Checkpoint
-    manifest: Manifest
-    plan: Plan
+    folder: Folder
     device: str
     differing: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     spoiled: list[str] = field(default_factory=list)
     base_norms: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the expansion."""
+        return self.folder.manifest.plan
 
     def changes(self, advance: Progress) -> Iterator[TensorChange]:
         """Compare every tensor; `advance` is called with the bytes done."""
@@ -67,7 +68,7 @@ class Comparison:
     def _compare(self, tensor: TensorPlan) -> Iterator[TensorChange]:
         located = find_linear(self.plan, tensor)
         linear = None if located is None else located[1]
-        stored = read_tensor(self.checkpoint, tensor.name)
+        stored = read_tensor(self.folder, tensor.name)
         if not stored.isfinite().all():
             self.spoiled.append(tensor.name)
         is_trained = self._is_trained(tensor)
@@ -85,8 +86,8 @@ class Comparison:
             yield change if original is None else replace(change, separation=_separation(value, original))
 
     def _is_trained(self, tensor: TensorPlan) -> bool:
-        digest = hash_tensor(self.checkpoint.path, self.checkpoint.tensors[tensor.name])
-        return self.manifest.expansion_tensors.get(tensor.name) != digest
+        digest = hash_tensor(self.folder.path, self.folder.tensors[tensor.name])
+        return self.folder.manifest.expansion_tensors.get(tensor.name) != digest
 
     def _by_rows(self, block: str, value: Tensor) -> Tensor:
         """Return a tensor with outputs as rows; base weights and copies of them may be stored transposed."""
@@ -97,12 +98,12 @@ class Comparison:
         """Return the initial values of a tensor; None if --force combined it with another base tensor."""
         from scale_surgery.checkpoint.shards import tensor_bytes
 
-        forced = (self.manifest.forced_base or {}).get("differing", ())
+        forced = (self.folder.manifest.forced_base or {}).get("differing", ())
         if tensor.init not in ("zero", "random") and tensor.source in forced:
             self.unknown.append(tensor.name)
             return None
         start = self._initialiser.make(tensor)
-        if hashlib.sha256(tensor_bytes(start)).hexdigest() != self.manifest.expansion_tensors.get(tensor.name):
+        if hashlib.sha256(tensor_bytes(start)).hexdigest() != self.folder.manifest.expansion_tensors.get(tensor.name):
             self.differing.append(tensor.name)
         return start
 
@@ -110,7 +111,7 @@ class Comparison:
     def _initialiser(self) -> Initialiser:
         from scale_surgery.tensors.initialise import Initialiser
 
-        return Initialiser(self.plan, self.checkpoint, self.device)
+        return Initialiser(self.plan, self.folder, self.device)
 
     def _split(self, located: LinearOfBlock | None, value: Tensor) -> list[Tensor]:
         """Return the rows of each role of a fused projection, as matrices; the whole tensor if it is not fused."""
@@ -127,8 +128,8 @@ class Comparison:
         if len(tensor.shape) < 2:
             return []
         name = self._base_name(tensor)
-        if name not in self.base_norms and name in self.checkpoint.tensors:
-            parts = self._split(located, self._by_rows("weight", read_tensor(self.checkpoint, name)))
+        if name not in self.base_norms and name in self.folder.tensors:
+            parts = self._split(located, self._by_rows("weight", read_tensor(self.folder, name)))
             self.base_norms[name] = [norm_of(part) for part in parts]
         return self.base_norms.get(name, [])
 
@@ -137,13 +138,13 @@ class Comparison:
         if tensor.block != "w21" or tensor.init != "copy":
             return []
         trained = f"{tensor.name.removesuffix('w21')}w11"
-        if trained in self.checkpoint.tensors:
-            return self._split(located, read_tensor(self.checkpoint, trained))
-        return self._split(located, self._by_rows("weight", read_tensor(self.checkpoint, tensor.source)))
+        if trained in self.folder.tensors:
+            return self._split(located, read_tensor(self.folder, trained))
+        return self._split(located, self._by_rows("weight", read_tensor(self.folder, tensor.source)))
 
     def _base_name(self, tensor: TensorPlan) -> str:
         """Return the name of the base weight of a tensor; for a tied head, the embedding."""
-        if tensor.source in self.checkpoint.tensors or tensor.layer is not None:
+        if tensor.source in self.folder.tensors or tensor.layer is not None:
             return tensor.source
         return self.plan.embedding
 

@@ -30,19 +30,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.forms import refuse_form
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
-from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.evidence.integrity import Integrity, asking_warnings, bytes_to_check, check_files
 from scale_surgery.evidence.promises import PROMISES, judge
 from scale_surgery.evidence.recorded_facts import fact_problems
 from scale_surgery.evidence.verification import OTHER_BASE, Verification, decide, says_more
+from scale_surgery.folder.folder import Folder, open_folder
 from scale_surgery.folder.parts import link_base
-from scale_surgery.folder.record import Manifest, check_numbering, read_manifest, tool_versions
+from scale_surgery.folder.record import Manifest, read_manifest, tool_versions
+from scale_surgery.folder.write import write_record
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import needs_own_code
 from scale_surgery.running.options import Probes, RunOptions
@@ -90,13 +89,13 @@ def verify(
     """
     _check_request(base, required, revision)
     path = Path(expanded)
-    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
-    check_numbering(checkpoint, manifest)
+    folder = open_folder(path)
+    manifest = folder.manifest
     given = _open_base(path, base, revision)
-    with track("check of files", bytes_to_check(checkpoint, manifest, given)) as advance:
-        integrity = check_files(checkpoint, manifest, given, advance)
-    is_unknown = needs_own_code(parse_json(manifest.replaced[CONFIG_FILE])) and not run.trust_remote_code
-    facts = () if is_unknown else fact_problems(checkpoint, manifest, run)
+    with track("check of files", bytes_to_check(folder, given)) as advance:
+        integrity = check_files(folder, given, advance)
+    is_unknown = needs_own_code(manifest.base_config) and not run.trust_remote_code
+    facts = () if is_unknown else fact_problems(folder, run)
     numbers: Numbers | None = None
     reason = "files only" if probes is None else _why_not(integrity, run)
     if reason is None and is_unknown:
@@ -104,8 +103,8 @@ def verify(
     if reason is None and manifest.fused is not None and given is None:
         reason = "a fused model holds no base shards to compare with; --base compares its logits"
     if reason is None and probes is not None:
-        numbers = _run_probes(checkpoint, manifest, given, probes, run, track)
-    result = replace(_judge(checkpoint, manifest, integrity, numbers, facts, required), not_run=reason)
+        numbers = _run_probes(folder, given, probes, run, track)
+    result = replace(_judge(folder, integrity, numbers, facts, required), not_run=reason)
     return replace(result, recorded=record and _record(path, manifest, result))
 
 
@@ -117,7 +116,7 @@ def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Che
     if source.path.resolve() == path.resolve():
         raise CheckpointError(Problem("base-is-verified", "--base", base=base))
     given = open_checkpoint(source.path)
-    if given.manifest is not None:
+    if given.recorded is not None:
         refuse_form(base, "expanded", "base")
     return given
 
@@ -152,7 +151,7 @@ def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
         # changes that another command wrote meanwhile stay, and were not verified
         if read_manifest(path) != manifest:
             return False
-        write_json(path / MANIFEST_FILE, replace(manifest, verification=result.to_json()).to_json())
+        write_record(path, replace(manifest, verification=result.to_json()))
     except (OSError, CheckpointError):
         # a read-only folder can be verified too
         return False
@@ -160,8 +159,7 @@ def _record(path: Path, manifest: Manifest, result: Verification) -> bool:
 
 
 def _run_probes(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     given: Checkpoint | None,
     probes: Probes,
     run: RunOptions,
@@ -171,28 +169,28 @@ def _run_probes(
     from scale_surgery.evidence.probes import probe
 
     run = replace(run.placed(), dtype=None)  # promises are about weights in their stored dtype
-    with tempfile.TemporaryDirectory() as folder:
-        renamed = link_base(checkpoint.path, Path(folder), manifest) if given is None else {}
-        base = Path(folder) if given is None else given.path
-        return probe(checkpoint, manifest, base, probes, run, track, renamed)
+    with tempfile.TemporaryDirectory() as scratch:
+        renamed = link_base(folder, Path(scratch)) if given is None else {}
+        base = Path(scratch) if given is None else given.path
+        return probe(folder, base, probes, run, track, renamed)
 
 
 def _judge(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     integrity: Integrity,
     numbers: Numbers | None,
     facts: tuple[str, ...],
     required: tuple[str, ...],
 ) -> Verification:
+    manifest = folder.manifest
     problems = integrity.structure + integrity.config + integrity.code + facts
     if numbers is not None:
         problems += numbers.load_problems + numbers.token_problems
         problems += () if numbers.kept_state is None else tuple(numbers.kept_state.problems)
-    promises = judge(checkpoint, manifest, integrity, numbers, problems, required)
+    promises = judge(folder, integrity, numbers, problems, required)
     decisive, passed = decide(promises, required, problems)
     return Verification(
-        path=checkpoint.path,
+        path=folder.path,
         base_name=manifest.base_name,
         variant=SEVERAL if len(manifest.expansions) > 1 else manifest.plan.variant,
         routing=manifest.routing,
@@ -201,7 +199,7 @@ def _judge(
         promises=promises,
         required=decisive,
         problems=problems,
-        warnings=(*_code_warnings(manifest, integrity), *asking_warnings(checkpoint, manifest)),
+        warnings=(*_code_warnings(manifest, integrity), *asking_warnings(folder)),
         numbers=numbers,
         passed=passed,
         fingerprint=integrity.fingerprint,

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from scale_surgery.checkpoint.folder import Checkpoint, read_config, read_tensor, read_text
 from scale_surgery.checkpoint.hashes import Sums, hash_all, hash_file, hash_tensors
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
+from scale_surgery.checkpoint.names import MANIFEST_FILE, TOKENIZER_CONFIG_FILE
 from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.config import config_problems
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.joining import joined_tensors, renamed_tensors, tied_head
 from scale_surgery.folder.parts import described_parts, hash_parts
-from scale_surgery.folder.record import Manifest, check_numbering
+from scale_surgery.folder.record import Manifest
 from scale_surgery.folder.renumbered import hash_stored
 from scale_surgery.folder.write import EXTENDED, tokenizer_texts
 from scale_surgery.planning.tensors import TensorPlan
@@ -54,66 +55,65 @@ class IntegrityReport:
         return [*self.base, *self.structure, *self.config, *self.code]
 
 
-def check_integrity(checkpoint: Checkpoint, manifest: Manifest, advance: Progress = no_progress) -> IntegrityReport:
-    """Check an expanded checkpoint against its surgery.json; each problem names its tensor or file."""
+def check_integrity(folder: Folder, advance: Progress = no_progress) -> IntegrityReport:
+    """Check an expanded folder against its surgery.json; each problem names its tensor or file."""
+    manifest = folder.manifest
     # what the folder says of all its expansions is checked for all, whichever are looked at
-    planned, whole = manifest.planned, manifest.of_folder
-    config = checkpoint.config if whole is manifest else read_config(checkpoint.path / CONFIG_FILE)
-    files, hashes = _hash_base(checkpoint, manifest, advance)
-    expansion = hash_parts(checkpoint, manifest, planned, advance)
-    missing = _damaged(checkpoint, manifest, planned)
+    planned, whole = manifest.planned, folder.of_all
+    files, hashes = _hash_base(folder, advance)
+    expansion = hash_parts(folder, planned, advance)
+    missing = _damaged(folder, planned)
     return IntegrityReport(
-        base=base_problems(checkpoint, manifest, Sums(files, hashes)),
+        base=base_problems(folder, Sums(files, hashes)),
         structure=(
             *missing,
-            *_unexpected_tensors(checkpoint, manifest, planned),
+            *_unexpected_tensors(folder, planned),
             *_spoiled(manifest, expansion),
-            *_spoiled_matrices(checkpoint, manifest),
+            *_spoiled_matrices(folder),
         ),
         missing=tuple(missing),
-        config=(*config_problems(whole, config), *tokenizer_problems(checkpoint, whole)),
-        code=tuple(_code_problems(checkpoint, manifest, manifest.code_files)),
+        config=(*config_problems(whole.manifest, whole.config), *tokenizer_problems(whole)),
+        code=tuple(_code_problems(folder, manifest.code_files)),
         hashes={name: hashes[name] for name in manifest.base_tensors if name in hashes},
         expansion=expansion,
     )
 
 
-def bytes_of_model(checkpoint: Checkpoint, manifest: Manifest) -> int:
+def bytes_of_model(folder: Folder) -> int:
     """Bytes that `check_integrity` reads, for a progress bar; see `_hash_base`."""
+    manifest = folder.manifest
     stored = {file.stored_as: file.bytes for file in manifest.base_files.values() if file.stored_as is not None}
     files = {name: size for name, size in stored.items() if name not in manifest.joined_shards}
-    parts = described_parts(checkpoint, manifest)
+    parts = described_parts(folder)
     beside = [parts[name] for name in _base_parts(manifest).values() if name in parts]
     moved = [part for part in beside if part.file not in files or part.file in manifest.renumbered]
     blocks = [parts[name] for name in manifest.planned if name in parts]
     return sum(files.values()) + sum(part.bytes for part in (*moved, *blocks))
 
 
-def refuse_damaged(
-    checkpoint: Checkpoint, manifest: Manifest, track: Track, also: Iterable[Problem] = (), *, is_trusted: bool = False
-) -> None:
-    """Refuse an expanded checkpoint that is not what was written, or what the last run left; every byte is read."""
-    check_numbering(checkpoint, manifest)
-    with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
-        report = check_integrity(checkpoint, manifest, advance)
+def refuse_damaged(folder: Folder, track: Track, also: Iterable[Problem] = (), *, is_trusted: bool = False) -> None:
+    """Refuse an expanded folder that is not what was written, or what the last run left; every byte is read."""
+    with track("hashes", bytes_of_model(folder)) as advance:
+        report = check_integrity(folder, advance)
     # another release may have written other code files; where `is_trusted`, its own code and config may run, whoever
     # wrote them
-    code = () if is_trusted else (*report.config, *_code_problems(checkpoint, manifest, manifest.code))
+    code = () if is_trusted else (*report.config, *_code_problems(folder, folder.manifest.code))
     if problems := dict.fromkeys([*report.base, *report.structure, *code, *also]):
-        raise CheckpointError(Problem("folder-damaged", checkpoint.path, *problems))
+        raise CheckpointError(Problem("folder-damaged", folder.path, *problems))
 
 
-def _hash_base(checkpoint: Checkpoint, manifest: Manifest, advance: Progress) -> tuple[dict[str, str], dict[str, str]]:
+def _hash_base(folder: Folder, advance: Progress) -> tuple[dict[str, str], dict[str, str]]:
     """sha256 of the base's files, by the names they are stored under, and of its tensors; of those that are there."""
+    manifest = folder.manifest
     names = dict.fromkeys(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
-    there = [name for name in names if name not in manifest.joined_shards and (checkpoint.path / name).is_file()]
+    there = [name for name in names if name not in manifest.joined_shards and (folder.path / name).is_file()]
     # a shard that lies here as it was is read once for both
     as_it_was = [name for name in there if name not in manifest.renumbered]
-    sums = hash_all(checkpoint, as_it_was, advance)
+    sums = hash_all(folder, as_it_was, advance)
     files, tensors = sums.files, sums.tensors
-    files |= hash_stored(checkpoint.path, manifest, [name for name in there if name not in files], advance)
+    files |= hash_stored(folder.path, manifest, [name for name in there if name not in files], advance)
     parts = _base_parts(manifest)
-    tensors |= hash_parts(checkpoint, manifest, [name for name in parts if name not in tensors], advance)
+    tensors |= hash_parts(folder, [name for name in parts if name not in tensors], advance)
     return files, {name: tensors[name] for name in parts if name in tensors}
 
 
@@ -124,9 +124,9 @@ def _base_parts(manifest: Manifest) -> dict[str, str]:
     return {name: name for name in manifest.base_tensors} | ({} if head is None else {head.name: head.base})
 
 
-def base_problems(checkpoint: Checkpoint, record: Manifest, sums: Sums) -> tuple[Problem, ...]:
+def base_problems(folder: Folder, sums: Sums) -> tuple[Problem, ...]:
     """List tensors of a base, and files by the names that they are stored under, that are not what they were."""
-    return (*_tensor_problems(record, sums.tensors), *_file_problems(checkpoint, record, sums.files))
+    return (*_tensor_problems(folder.manifest, sums.tensors), *_file_problems(folder, sums.files))
 
 
 def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[Problem]:
@@ -149,10 +149,10 @@ def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[Problem]
                 yield Problem("tensor-changed", name, found=hashes[name], recorded=digest)
 
 
-def _spoiled_matrices(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
+def _spoiled_matrices(folder: Folder) -> Iterator[Problem]:
     """What a fused model holds beside base and expansion, made of them, where it is not what was written."""
-    made = {} if manifest.fused is None else manifest.fused["made"]
-    hashes = hash_tensors(checkpoint, [name for name in made if name in checkpoint.tensors])
+    made = {} if folder.manifest.fused is None else folder.manifest.fused["made"]
+    hashes = hash_tensors(folder, [name for name in made if name in folder.tensors])
     for name, digest in made.items():
         if name not in hashes:
             yield Problem("tensor-missing", name)
@@ -160,8 +160,8 @@ def _spoiled_matrices(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Pr
             yield Problem("tensor-changed", name, found=hashes[name], recorded=digest)
 
 
-def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str, str]) -> list[Problem]:
-    problems = []
+def _file_problems(folder: Folder, hashes: Mapping[str, str]) -> list[Problem]:
+    record, problems = folder.manifest, list[Problem]()
     # the bytes of a fused model's shards are known by the tensors that they were
     joined, changed = record.joined_shards, record.changed_texts
     for name, file in record.base_files.items():
@@ -177,12 +177,13 @@ def _file_problems(checkpoint: Checkpoint, record: Manifest, hashes: Mapping[str
     stored = {file.stored_as for file in record.base_files.values()}
     if joined:
         return problems
-    shards = {checkpoint.tensors[name].file for name in record.base_tensors if name in checkpoint.tensors}
+    shards = {folder.tensors[name].file for name in record.base_tensors if name in folder.tensors}
     return problems + [Problem("shard-not-of-base", shard) for shard in sorted(shards - stored)]
 
 
-def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[Problem]:
+def _damaged(folder: Folder, planned: Mapping[str, TensorPlan]) -> list[Problem]:
     """Expansion tensors, and joined ones that they lie in, that are missing or of a wrong shape."""
+    manifest = folder.manifest
     problems = []
     is_fused = manifest.fused is not None
     joined = list(joined_tensors(manifest)) if is_fused else []
@@ -190,7 +191,7 @@ def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, T
     renamed = renamed_tensors(manifest) if is_fused else {}
     shapes = {renamed.get(name, name): tensor.shape for name, tensor in planned.items() if name not in inside}
     for name, shape in [*shapes.items(), *((item.name, item.shape) for item in joined)]:
-        info = checkpoint.tensors.get(name)
+        info = folder.tensors.get(name)
         if info is None:
             problems.append(Problem("tensor-missing", name))
         elif info.shape != shape:
@@ -198,32 +199,34 @@ def _damaged(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, T
     return problems
 
 
-def _unexpected_tensors(checkpoint: Checkpoint, manifest: Manifest, planned: Mapping[str, TensorPlan]) -> list[Problem]:
+def _unexpected_tensors(folder: Folder, planned: Mapping[str, TensorPlan]) -> list[Problem]:
+    manifest = folder.manifest
     known = {*planned, *manifest.base_tensors}
     if manifest.fused is not None:
         known |= {item.name for item in joined_tensors(manifest)} | set(renamed_tensors(manifest).values())
         known |= set(manifest.fused["made"])
-    return [_unexpected(checkpoint, name) for name in checkpoint.tensors if name not in known]
+    return [_unexpected(folder, name) for name in folder.tensors if name not in known]
 
 
-def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[Problem]:
+def tokenizer_problems(folder: Folder) -> list[Problem]:
     """List what a tokenizer would read that is not the base's: files, and keys of its config, which can name code."""
+    manifest = folder.manifest
     problems = list[Problem]()
     # to a base that has no tokenizer a user may add one, though none that names code
     is_theirs = not manifest.base_files.keys() & set(TOKENIZER_FILES)
     if not is_theirs:
         # the config is compared by its keys
         names = [name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES) if name != TOKENIZER_CONFIG_FILE]
-        problems += [Problem("tokenizer-file-added", name) for name in added_files(checkpoint, manifest, names)]
+        problems += [Problem("tokenizer-file-added", name) for name in added_files(folder, names)]
     # those that are not replaced are compared as files
     replaced = {name: manifest.replaced[name] for name in EXTENDED if name in manifest.replaced}
     if TOKENIZER_CONFIG_FILE not in manifest.base_files:
         replaced[TOKENIZER_CONFIG_FILE] = "{}"
     for name, text in tokenizer_texts(manifest.plans.values(), replaced).items():
-        if (checkpoint.path / name).is_file():
-            if read_text(checkpoint, name) == text:
+        if (folder.path / name).is_file():
+            if read_text(folder, name) == text:
                 continue  # to parse a large vocabulary takes seconds
-            differing = differing_keys(read_config(checkpoint.path / name), parse_json(text))
+            differing = differing_keys(read_config(folder.path / name), parse_json(text))
             differing = [key for key in differing if (key == "auto_map" if is_theirs else key != "tokenizer_class")]
             problems += [Problem("tokenizer-key-changed", f"{name}: {key}") for key in differing]
         elif name in manifest.replaced:
@@ -231,9 +234,9 @@ def tokenizer_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[Probl
     return problems
 
 
-def added_files(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str]) -> list[str]:
+def added_files(folder: Folder, names: Iterable[str]) -> list[str]:
     """Those of some names of files at the top level that lie in a folder and are not the base's."""
-    return [name for name in names if name in checkpoint.side_files and name not in manifest.base_files]
+    return [name for name in names if name in folder.side_files and name not in folder.manifest.base_files]
 
 
 def _unexpected(checkpoint: Checkpoint, name: str) -> Problem:
@@ -242,13 +245,13 @@ def _unexpected(checkpoint: Checkpoint, name: str) -> Problem:
     return Problem("block-not-zero", name, count=int(read_tensor(checkpoint, name).count_nonzero()))
 
 
-def _code_problems(checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str]) -> list[Problem]:
+def _code_problems(folder: Folder, names: Iterable[str]) -> list[Problem]:
     problems = []
     for file in names:
-        if not (checkpoint.path / file).is_file():
+        if not (folder.path / file).is_file():
             problems.append(Problem("file-missing", file))
-        elif hash_file(checkpoint.path / file) != manifest.code.get(file):
+        elif hash_file(folder.path / file) != folder.manifest.code.get(file):
             problems.append(Problem("code-changed", file))
-    known = {*names, *(file.stored_as for file in manifest.base_files.values())}
-    unknown = [file for file in checkpoint.side_files if file.endswith(".py") and file not in known]
+    known = {*names, *(file.stored_as for file in folder.manifest.base_files.values())}
+    unknown = [file for file in folder.side_files if file.endswith(".py") and file not in known]
     return problems + [Problem("code-unknown", file) for file in unknown]

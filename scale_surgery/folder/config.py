@@ -14,7 +14,7 @@ from scale_surgery.checkpoint.folder import running_dtype
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
-from scale_surgery.checkpoint.reading import differing_keys, parse_json
+from scale_surgery.checkpoint.reading import differing_keys
 from scale_surgery.errors import Problem
 from scale_surgery.folder.joining import fork_of, gram_size, own_columns, shares_head
 from scale_surgery.folder.record import BaseTensor, Manifest
@@ -190,5 +190,5 @@ def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[Probl
     """List keys of config.json that are not what was written; none if no expansion stays: it is written anew."""
     if not manifest.expansions:
         return []
-    written = written_config(manifest, parse_json(manifest.replaced[CONFIG_FILE]))
+    written = written_config(manifest, manifest.base_config)
     return [Problem("config-key-changed", f"{CONFIG_FILE}: {key}") for key in differing_keys(written, config)]

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from scale_surgery.checkpoint.file_stat import Stamps, take_stamps
 from scale_surgery.checkpoint.folder import name_tensors, read_config, read_json
+from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
 from scale_surgery.checkpoint.names import (
@@ -32,7 +33,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.fields import Range
 from scale_surgery.folder.config import config_problems
-from scale_surgery.folder.record import Manifest, read_manifest, refuse_fused
+from scale_surgery.folder.record import Manifest, read_manifest
 from scale_surgery.progress import Track, no_track
 
 EXTRACT_FORMAT = 1
@@ -99,7 +100,8 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
         raise CheckpointError(Problem("extract-without-record", extract))
     stamps = take_stamps(child for child in path.rglob("*") if child.is_file())
     record, manifest = read_extract(file), read_manifest(path)
-    refuse_fused(path, manifest)
+    if manifest.fused is not None:
+        refuse_form(path, "fused", "expanded")
     with reading(file):
         _check_names(path, record.files, (*record.from_base, *record.licences))
         shards = sorted(name for name in record.files if name.endswith(".safetensors"))

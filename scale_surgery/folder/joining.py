@@ -13,13 +13,13 @@ weight counts a share, and which may have trained copies W11 in place of W. It i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import INFIX, tensor_name
-from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.errors import Problem
 from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.plan import Plan
@@ -275,12 +275,12 @@ def count_differences(manifest: Manifest) -> dict[str, int]:
     return {reason: count for reason, count in counts.items() if count}
 
 
-def damaged_pieces(checkpoint: Checkpoint, manifest: Manifest) -> list[Problem]:
+def damaged_pieces(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[Problem]:
     """List tensors to be joined that are missing or of a wrong shape."""
     problems = []
     for item in joined_tensors(manifest):
         for block, name in item.pieces.items():
-            info, planned = checkpoint.tensors.get(name), _shape(item, block)
+            info, planned = tensors.get(name), _shape(item, block)
             if info is None:
                 problems.append(Problem("tensor-missing", name))
             elif info.shape != planned:
@@ -298,9 +298,9 @@ def _shape(joined: Joined, block: str) -> tuple[int, ...]:
     return (columns, rows) if joined.is_transposed and block == "weight" else (rows, columns)
 
 
-def cast_problems(checkpoint: Checkpoint, manifest: Manifest) -> list[Problem]:
+def cast_problems(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list[Problem]:
     """List blocks that cannot be joined without a cast."""
-    tensors, problems = checkpoint.tensors, []
+    problems = []
     for item in joined_tensors(manifest):
         for name in item.pieces.values():
             weight = f"{name.partition(INFIX)[0]}.weight"

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import write_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json, read_tensor
+from scale_surgery.checkpoint.folder import open_checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import Entry, entries_of, tensor_bytes
 from scale_surgery.errors import CheckpointError, Problem, problems_of
+from scale_surgery.folder.folder import Folder, with_record
 from scale_surgery.folder.joining import (
     Joined,
     copied_head,
@@ -37,21 +38,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callable[[], Tensor]]:
+def part_readers(folder: Folder) -> dict[str, Callable[[], Tensor]]:
     """How to read every base tensor and every block of an expanded model, fused or not, by name."""
+    manifest = folder.manifest
     readers: dict[str, Callable[[], Tensor]] = {
-        name: functools.partial(read_tensor, checkpoint, name) for name in checkpoint.tensors
+        name: functools.partial(read_tensor, folder, name) for name in folder.tensors
     }
     if manifest.fused is None:
         return readers
     readers |= {name: readers.pop(new) for name, new in renamed_tensors(manifest).items() if new in readers}
     # the pieces of a matrix are asked for one after the other
-    read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, checkpoint))
+    read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, folder))
     head = tied_head(manifest)
     for item in joined_tensors(manifest):
         whole = readers.pop(item.name, None)
         # pieces of a joined tensor that is missing or of a wrong shape have no reader
-        if whole is not None and checkpoint.tensors[item.name].shape == item.shape:
+        if whole is not None and folder.tensors[item.name].shape == item.shape:
             pieces = {name: functools.partial(_take, item, block, read) for block, name in item.pieces.items()}
             # the base's part of a head that was tied goes by the head's name
             readers |= {
@@ -62,11 +64,11 @@ def part_readers(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Callab
     return readers
 
 
-def described_parts(checkpoint: Checkpoint, manifest: Manifest) -> Mapping[str, TensorInfo]:
+def described_parts(folder: Folder) -> Mapping[str, TensorInfo]:
     """Dtype, shape and size of every base tensor and block of an expanded model, fused or not, by name."""
-    if manifest.fused is None:
-        return checkpoint.tensors
-    headers = {shard: parse_json(record["header"]) for shard, record in manifest.joined_shards.items()}
+    if folder.manifest.fused is None:
+        return folder.tensors
+    headers = {shard: parse_json(record["header"]) for shard, record in folder.manifest.joined_shards.items()}
     return {
         name: TensorInfo(name, shard, entry["dtype"], tuple(entry["shape"]), begin, end - begin)
         for shard, header in headers.items()
@@ -80,13 +82,11 @@ def _take(item: Joined, block: str, read: Callable[[str], Tensor]) -> Tensor:
     return take_piece(item, block, read(item.name))
 
 
-def hash_parts(
-    checkpoint: Checkpoint, manifest: Manifest, names: Iterable[str], advance: Progress = no_progress
-) -> dict[str, str]:
+def hash_parts(folder: Folder, names: Iterable[str], advance: Progress = no_progress) -> dict[str, str]:
     """sha256 of the bytes of base tensors and blocks, by name; of those that are there."""
-    if manifest.fused is None:
-        return hash_tensors(checkpoint, [name for name in names if name in checkpoint.tensors], advance)
-    readers, hashes = part_readers(checkpoint, manifest), {}
+    if folder.manifest.fused is None:
+        return hash_tensors(folder, [name for name in names if name in folder.tensors], advance)
+    readers, hashes = part_readers(folder), {}
     for name in names:
         if name in readers:
             content = tensor_bytes(readers[name]())
@@ -99,25 +99,26 @@ def base_contents(path: Path, manifest: Manifest) -> dict[str, Content]:
     """Return what each file of the base model is made of, by its own name."""
     contents: dict[str, Content] = {}
     # of a damaged folder the base's files may be whole, so no more is opened than has to be
-    fused = open_checkpoint(path) if manifest.joined_shards else None
+    fused = with_record(open_checkpoint(path), manifest) if manifest.joined_shards else None
     for name, file in manifest.base_files.items():
         if file.stored_as is None:
             contents[name] = manifest.replaced[name]
         elif fused is not None and file.stored_as in manifest.joined_shards:
-            contents[name] = rebuilt_shard(fused, manifest, file.stored_as)
+            contents[name] = rebuilt_shard(fused, file.stored_as)
         else:
             contents[name] = base_content(path, manifest, file.stored_as)
     return contents
 
 
-def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str]:
+def link_base(expanded: Folder, folder: Path) -> dict[str, str]:
     """Make a folder that loads as the base: links to its files where they are whole, and no byte of a tensor copied."""
+    manifest = expanded.manifest
     for name, file in manifest.base_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if file.stored_as is None:
             write_text(folder / name, manifest.replaced[name])
         else:
-            (folder / name).symlink_to((expanded / file.stored_as).resolve())
+            (folder / name).symlink_to((expanded.path / file.stored_as).resolve())
     numbering = manifest.numbering
     if numbering is None:
         return {}
@@ -130,30 +131,30 @@ def link_base(expanded: Path, folder: Path, manifest: Manifest) -> dict[str, str
     return numbering.as_key_mapping(manifest.first_plan.sizes.layers)
 
 
-def base_tokenizer(expanded: Path, manifest: Manifest, tokenizer: Any, run: RunOptions) -> Any:
+def base_tokenizer(expanded: Folder, tokenizer: Any, run: RunOptions) -> Any:
     """The tokenizer of the base of a folder whose own is given: another one where an expansion adds tokens."""
-    if not manifest.of_folder.adds_tokens:
+    if not expanded.of_all.manifest.adds_tokens:
         return tokenizer
     with tempfile.TemporaryDirectory() as folder:
-        link_base(expanded, Path(folder), manifest)
-        of_base = need_tokenizer(Path(folder), manifest.base_name, run)
+        link_base(expanded, Path(folder))
+        of_base = need_tokenizer(Path(folder), expanded.manifest.base_name, run)
     # the tokens that end an answer are read where it says that it lies, and the folder is gone
-    of_base.name_or_path = str(expanded)
+    of_base.name_or_path = str(expanded.path)
     return of_base
 
 
-def tokenizer_alone(expanded: Path, manifest: Manifest, run: RunOptions) -> Any:
+def tokenizer_alone(expanded: Folder, run: RunOptions) -> Any:
     """The tokenizer that an expansion has alone: where another one of the folder adds tokens, that of the base."""
-    tokenizer = need_tokenizer(expanded, expanded.name, run)
-    return tokenizer if manifest.adds_tokens else base_tokenizer(expanded, manifest, tokenizer, run)
+    tokenizer = need_tokenizer(expanded.path, expanded.path.name, run)
+    return tokenizer if expanded.manifest.adds_tokens else base_tokenizer(expanded, tokenizer, run)
 
 
-def rebuilt_shard(checkpoint: Checkpoint, manifest: Manifest, shard: str) -> Shard:
+def rebuilt_shard(folder: Folder, shard: str) -> Shard:
     """Return a shard of a fused model as it was before its tensors were joined."""
-    text = manifest.joined_shards[shard]["header"].encode("utf-8")
+    text = folder.manifest.joined_shards[shard]["header"].encode("utf-8")
     header = len(text).to_bytes(8, "little") + text
-    unfit = functools.partial(Problem, "fused-header-unfit", MANIFEST_FILE, shard=shard, folder=checkpoint.path)
-    readers = {name: _bytes_reader(tensor) for name, tensor in part_readers(checkpoint, manifest).items()}
+    unfit = functools.partial(Problem, "fused-header-unfit", MANIFEST_FILE, shard=shard, folder=folder.path)
+    readers = {name: _bytes_reader(tensor) for name, tensor in part_readers(folder).items()}
     try:
         entries = tuple(entries_of(header, readers))
     except (KeyError, ValueError, TypeError) as error:

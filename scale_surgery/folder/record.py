@@ -22,9 +22,9 @@ from scale_surgery.checkpoint.code_names import kernel_problems
 from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.forms import form_of, refuse_form
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, TensorInfo
-from scale_surgery.checkpoint.listing import check_folder, is_left_link, linked_parts, unfit
+from scale_surgery.checkpoint.listing import check_folder, unfit
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
-from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
+from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import RecordError, read_record_file, reading
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError
@@ -172,14 +172,15 @@ class Manifest:
         return replace(self, expansions={self.name: replace(self.expansions[self.name], **changes)})
 
     @property
-    def of_folder(self) -> Manifest:
-        """The record of all that the folder holds; of a view another one."""
-        return self
-
-    @property
     def base_hashes(self) -> dict[str, str]:
         """sha256 of each tensor of the base."""
         return {name: tensor.sha256 for name, tensor in self.base_tensors.items()}
+
+    @property
+    def base_config(self) -> dict[str, Any]:
+        """Parsed config.json of the base."""
+        config: dict[str, Any] = parse_json(self.replaced[CONFIG_FILE])
+        return config
 
     @property
     def plans(self) -> Mapping[str, Plan]:
@@ -250,18 +251,6 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class ManifestView(Manifest):
-    """surgery.json as if the folder held some of its expansions alone; `whole` is what it says of all."""
-
-    whole: Manifest | None = None
-
-    @property
-    def of_folder(self) -> Manifest:
-        """The record of all that the folder holds."""
-        return self.whole or self
-
-
-@dataclass(frozen=True)
 class StoredManifest(Manifest):
     """surgery.json as it is stored, from which plans and the router are made."""
 
@@ -321,20 +310,6 @@ def read_stored(file: Path) -> StoredManifest:
     return read_record_file(file, StoredManifest, MANIFEST_FORMAT)
 
 
-def refuse_fused(path: Path, manifest: Manifest) -> None:
-    """Refuse a model whose blocks are joined with base tensors."""
-    if manifest.fused is not None:
-        refuse_form(path, "fused", "expanded")
-
-
-def refuse_linked(path: Path, manifest: Manifest | None) -> None:
-    """Refuse a model whose copy would lack files: those that are links out of its folder; each is named."""
-    files = [] if manifest is None else [*(entry.stored_as for entry in manifest.base_files.values()), *manifest.code]
-    linked = [name for name in files if name is not None and is_left_link(path, name)]
-    if names := dict.fromkeys([*linked, *linked_parts(path)]):
-        raise CheckpointError(*(Problem("file-is-link", name, folder=path) for name in names))
-
-
 def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, entry: RecordEntry) -> ExpansionRecord:
     """The record of an expansion, its plan made again."""
     request, facts = entry.request, entry.facts
@@ -352,17 +327,6 @@ def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, entry:
     if both:
         raise CheckpointError(*(Problem("record-tensor-both", file, tensor=tensor) for tensor in both))
     return ExpansionRecord(plan, entry.tensors, entry.trained, entry.training, entry.forced_base)
-
-
-def check_numbering(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Check that config.json names the same duplicated layers as surgery.json: names of tensors follow from them."""
-    numbering, expected = numbering_of(checkpoint.config.get(CONFIG_KEY)), manifest.numbering
-    place = f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY}"
-    if numbering != expected:
-        copied, recorded = ([] if each is None else list(each.copied) for each in (numbering, expected))
-        raise CheckpointError(Problem("config-copies-differ", place, copied=copied, recorded=recorded))
-    if CONFIG_KEY not in checkpoint.config:
-        raise CheckpointError(Problem("config-specs-missing", place))
 
 
 def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:

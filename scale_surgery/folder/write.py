@@ -12,11 +12,13 @@ import filecmp
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from scale_surgery.checkpoint.expansions import expansion_of
-from scale_surgery.checkpoint.files import BaseWeights, as_json, write_json
+from scale_surgery.checkpoint.files import BaseWeights, as_json
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
 from scale_surgery.checkpoint.hashes import hash_all, hash_tensors
+from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -28,11 +30,12 @@ from scale_surgery.checkpoint.names import (
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.folder.config import (
     code_texts,
-    expanded_config,
     hash_texts,
     stored_shard,
+    with_router,
     written_config,
 )
+from scale_surgery.folder.folder import Folder, with_record
 from scale_surgery.folder.layout import Content, bytes_of, lay_out, make_index, needed_bytes, tensors_in, total_bytes
 from scale_surgery.folder.record import BaseFile, ExpansionRecord, Manifest, base_tensors, tool_versions
 from scale_surgery.folder.renumbered import hash_stored, renumbered_shards, stored_shards
@@ -52,16 +55,36 @@ class WrittenFolder:
     """An expanded folder that was written.
 
     Attributes:
-        checkpoint: What a loader finds in it.
-        manifest: Its surgery.json.
+        folder: The folder, as it is found again.
         base_bytes: Bytes of base shards that were written; 0 with hard links.
         pinned_tokenizer: The tokenizer class that tokenizer_config.json now names, where it had to.
     """
 
-    checkpoint: Checkpoint
-    manifest: Manifest
+    folder: Folder
     base_bytes: int
     pinned_tokenizer: str | None = None
+
+
+def write_config(folder: Path, manifest: Manifest, base: Mapping[str, Any] | None = None) -> None:
+    """Write config.json of an expanded folder, of that of its base: by default the recorded one."""
+    text = as_json(written_config(manifest, manifest.base_config if base is None else base))
+    lay_out({CONFIG_FILE: text}, folder)
+
+
+def write_index(folder: Path, tensors: Iterable[TensorInfo]) -> None:
+    """Write the index of an expanded folder with these tensors."""
+    lay_out({INDEX_FILE: as_json(make_index(tensors))}, folder)
+
+
+def write_record(folder: Path, manifest: Manifest) -> None:
+    """Write surgery.json, the last file of an expanded folder."""
+    lay_out({MANIFEST_FILE: as_json(manifest.to_json())}, folder)
+
+
+def write_router(target: Path, folder: Folder, routing: Router | None) -> None:
+    """Write config.json and surgery.json of a folder, with a router or without."""
+    lay_out({CONFIG_FILE: as_json(with_router(folder.config, routing))}, target)
+    write_record(target, replace(folder.manifest, routing=routing))
 
 
 def tool_on(run: RunOptions) -> dict[str, str]:
@@ -69,47 +92,40 @@ def tool_on(run: RunOptions) -> dict[str, str]:
     return tool_versions() | {"device": run.device}
 
 
-def least_base_bytes(given: Checkpoint, before: Manifest | None, plan: Plan, how: BaseWeights) -> int:
-    """Bytes that the base's shards need on disk for sure."""
-    if before is None:
-        return needed_bytes(stored_shards(given, plan.numbering), how)
-    return needed_bytes({shard: given.path / shard for shard in base_shards(given, before)}, how)
-
-
-def base_shards(checkpoint: Checkpoint, manifest: Manifest) -> list[str]:
-    """Shards of an expanded folder that are the base's."""
-    stored = {entry.stored_as for entry in manifest.base_files.values()}
-    return [shard for shard in checkpoint.shards if shard in stored]
+def least_base_bytes(given: Checkpoint, plan: Plan, how: BaseWeights) -> int:
+    """Bytes that the shards of a base, or of the base in a folder, need on disk for sure."""
+    if isinstance(given, Folder):
+        return needed_bytes({shard: given.path / shard for shard in given.base_shards}, how)
+    return needed_bytes(stored_shards(given, plan.numbering), how)
 
 
 def write_folder(
     given: Checkpoint,
-    before: Manifest | None,
     expansions: Mapping[str, ExpansionRecord],
+    routing: Router | None,
     partial: Path,
-    base_weights: BaseWeights,
+    how: BaseWeights,
     run: RunOptions,
     track: Track,
-    routing: Router | None,
 ) -> WrittenFolder:
-    """Write all of an expanded folder but the shards of new expansions, which lie in it already."""
-    # `given` is the base, or an expanded folder, whose files stay as they are; `before` is its surgery.json
-    if before is None:
-        return _write_around_base(given, expansions, partial, base_weights, run, track, routing)
-    # expansions come in the order of the paths; without hashes of its tensors, they are hashed as they lie in the new
-    # folder, and where its shards are missing there, they are taken over from `given`
-    manifest = replace(before.of_folder, expansions=dict(expansions), routing=routing, verification=None)
-    return _write_around_expansions(given, before, manifest, partial, base_weights, track)
+    """Write all of an expanded folder but the shards of new expansions, which lie in it already.
+
+    `given` is the base, or a `Folder`, whose files stay as they are. Expansions come in the order of the paths. Those
+    without hashes of their tensors are hashed as they lie in the new folder; shards that it lacks are taken over.
+    """
+    if isinstance(given, Folder):
+        return _write_around_expansions(given, expansions, routing, partial, how, track)
+    return _write_around_base(given, expansions, routing, partial, how, run, track)
 
 
 def _write_around_base(
     base: Checkpoint,
     expansions: Mapping[str, ExpansionRecord],
+    routing: Router | None,
     partial: Path,
     how: BaseWeights,
     run: RunOptions,
     track: Track,
-    routing: Router | None,
 ) -> WrittenFolder:
     plans = [expansion.plan for expansion in expansions.values()]
     plan = plans[0]
@@ -118,38 +134,45 @@ def _write_around_base(
         lay_out(shards, partial, how, advance)
     code = code_texts(plan)
     beside = {file: base.path / file for file in base.side_files if file not in (CONFIG_FILE, INDEX_FILE)}
-    config = expanded_config(base.config, plans, base.tensors, routing)
-    lay_out({**beside, **code, **extended_texts(base.path, plans), CONFIG_FILE: as_json(config)}, partial)
+    lay_out({**beside, **code, **extended_texts(base.path, plans)}, partial)
+    manifest = Manifest(
+        base_name=plan.base_name,
+        base_revision=plan.base_revision,
+        base_files={},
+        base_tensors=base_tensors(base, dict.fromkeys(base.tensors, "")),
+        left_out=base.left_out,
+        replaced={},
+        code=hash_texts(code),
+        expansions=expansions,
+        tool=tool_on(run),
+        routing=routing,
+        renumbered=renumbered_shards(base, plan.numbering),
+    )
+    write_config(partial, manifest, base.config)
     pinned = pin_tokenizer_class(base.path, partial, run)
-    new = [shard for plan in plans for shard in plan.shards]
-    write_json(partial / INDEX_FILE, make_index(tensors_in(partial, (*shards, *new))))
+    write_index(partial, tensors_in(partial, (*shards, *(shard for plan in plans for shard in plan.shards))))
     written = open_checkpoint(partial)
     replaced = {
         file: read_text(base, file)
         for file in base.side_files
         if file in (CONFIG_FILE, INDEX_FILE) or not filecmp.cmp(base.path / file, partial / file, shallow=False)
     }
-    manifest = Manifest(
-        base_name=plan.base_name,
-        base_revision=plan.base_revision,
-        base_files={},
-        base_tensors={},
-        left_out=base.left_out,
-        replaced=replaced,
-        code=hash_texts(code),
-        expansions=_with_hashes(expansions, written),
-        tool=tool_on(run),
-        routing=routing,
-        renumbered=renumbered_shards(base, plan.numbering),
-    )
+    manifest = replace(manifest, replaced=replaced, expansions=_with_hashes(expansions, written))
     manifest = _with_base_hashes(manifest, base, written, track)
-    write_json(partial / MANIFEST_FILE, manifest.to_json())
-    return WrittenFolder(written, manifest, needed_bytes(shards, "auto" if how == "link" else "copy"), pinned)
+    write_record(partial, manifest)
+    base_bytes = needed_bytes(shards, "auto" if how == "link" else "copy")
+    return WrittenFolder(with_record(written, manifest), base_bytes, pinned)
 
 
 def _write_around_expansions(
-    given: Checkpoint, before: Manifest, manifest: Manifest, partial: Path, how: BaseWeights, track: Track
+    given: Folder,
+    expansions: Mapping[str, ExpansionRecord],
+    routing: Router | None,
+    partial: Path,
+    how: BaseWeights,
+    track: Track,
 ) -> WrittenFolder:
+    manifest = replace(given.of_all.manifest, expansions=expansions, routing=routing, verification=None)
     new = {name for name, plan in manifest.plans.items() if all((partial / shard).exists() for shard in plan.shards)}
     taken = dict.fromkeys(
         info.file
@@ -165,16 +188,16 @@ def _write_around_expansions(
     files: dict[str, Content] = {file: given.path / file for file in (*taken, *side_files)}
     with track("files", total_bytes(files)) as advance:
         lay_out(files, partial, how, advance)
-    base = parse_json(manifest.replaced[CONFIG_FILE])
-    tokenizer, manifest = tokenizer_beside(given, before, manifest)
-    lay_out({**tokenizer, CONFIG_FILE: as_json(written_config(manifest, base))}, partial)
-    shards = [*taken, *(shard for name in new for shard in manifest.plans[name].shards)]
-    write_json(partial / INDEX_FILE, make_index(tensors_in(partial, shards)))
+    tokenizer, manifest = tokenizer_beside(given, manifest)
+    lay_out(tokenizer, partial)
+    write_config(partial, manifest)
+    added = (shard for name in new for shard in manifest.plans[name].shards)
+    write_index(partial, tensors_in(partial, (*taken, *added)))
     written = open_checkpoint(partial)
     manifest = replace(manifest, expansions=_with_hashes(manifest.expansions, written))
-    write_json(partial / MANIFEST_FILE, manifest.to_json())
-    base_bytes = 0 if how == "link" else sum(bytes_of(files[shard]) for shard in base_shards(given, manifest))
-    return WrittenFolder(written, manifest, base_bytes)
+    write_record(partial, manifest)
+    base_bytes = 0 if how == "link" else sum(bytes_of(files[shard]) for shard in given.base_shards)
+    return WrittenFolder(with_record(written, manifest), base_bytes)
 
 
 def tokenizer_texts(plans: Iterable[Plan], texts: Mapping[str, str]) -> Mapping[str, str]:
@@ -193,9 +216,10 @@ def extended_texts(base: Path, plans: Sequence[Plan]) -> dict[str, str]:
     return {file: text for file, text in tokenizer_texts(plans, before).items() if text != before[file]}
 
 
-def tokenizer_beside(given: Checkpoint, before: Manifest, manifest: Manifest) -> tuple[dict[str, str], Manifest]:
-    """Texts of the tokenizer of other expansions than a folder had, and their record with what these replace."""
-    if not (before.of_folder.adds_tokens or manifest.adds_tokens):
+def tokenizer_beside(given: Folder, manifest: Manifest) -> tuple[dict[str, str], Manifest]:
+    """Texts of the tokenizer of other expansions than a folder has, and their record with what these replace."""
+    before = given.of_all.manifest
+    if not (before.adds_tokens or manifest.adds_tokens):
         return {}, manifest
     now = {file: read_text(given, file) for file in EXTENDED if file in manifest.base_files}
     base = {file: before.replaced.get(file, text) for file, text in now.items()}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import as_json, write_json
-from scale_surgery.checkpoint.folder import open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.forms import RECORDS, Form, form_of, refuse_form
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.licence import LICENCE_KEYS
@@ -35,7 +35,8 @@ from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.records import read_record, reading
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.extract_folder import read_extract
-from scale_surgery.folder.record import Manifest, read_manifest, refuse_linked
+from scale_surgery.folder.folder import Folder, open_given, refuse_linked
+from scale_surgery.folder.record import Manifest, read_manifest
 from scale_surgery.folder.record_schema import StockRecord
 
 if TYPE_CHECKING:
@@ -114,10 +115,11 @@ def read_contents(path: Path) -> Contents:
     """Read the form of a folder, and select its files for a repository."""
     names = list_files(path)
     form = _find_form(path)
-    checkpoint = None if form == "extract" else open_checkpoint(path)
-    manifest = None if form in RECORD_OF else read_manifest(path)
-    if form != "extract":
-        refuse_linked(path, manifest)
+    checkpoint = None if form == "extract" else open_given(path)
+    manifest = read_manifest(path) if checkpoint is None else None
+    if checkpoint is not None:
+        manifest = checkpoint.manifest if isinstance(checkpoint, Folder) else None
+        refuse_linked(checkpoint)
     record = read_json(path / RECORD_OF.get(form, MANIFEST_FILE))
     _check_record(path, form, record)
     known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}

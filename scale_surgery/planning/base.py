@@ -162,14 +162,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """The base on which an expansion of this name is planned: a base model, or that of an expanded folder."""
     base = base_alone(checkpoint)
-    if checkpoint.manifest is not None and name in checkpoint.manifest["expansions"]:
+    if checkpoint.recorded is not None and name in checkpoint.recorded["expansions"]:
         raise CheckpointError(Problem("expansion-exists", checkpoint.path, name=name))
     return base
 
 
 def base_alone(checkpoint: Checkpoint) -> Checkpoint:
     """Config and tensors of the base of a folder to which expansions can be added."""
-    record, path = checkpoint.manifest, checkpoint.path
+    record, path = checkpoint.recorded, checkpoint.path
     if record is None and CONFIG_KEY not in checkpoint.config:
         return checkpoint
     if record is None:

@@ -29,14 +29,8 @@ from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.config import expanded_config
-from scale_surgery.folder.record import (
-    ExpansionRecord,
-    check_numbering,
-    read_manifest,
-    refuse_fused,
-    refuse_linked,
-    tool_versions,
-)
+from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
+from scale_surgery.folder.record import ExpansionRecord, tool_versions
 from scale_surgery.folder.routers import router_of
 from scale_surgery.folder.write import least_base_bytes, write_folder
 from scale_surgery.planning.plan import Origin
@@ -142,34 +136,34 @@ def adopt(
     # imports torch, so that a folder in the wrong place is refused before
     run = run.placed()
     trained = trained or _plan_again(given, base, run, track)
-    checkpoint, before = trained.checkpoint, trained.manifest
+    checkpoint = trained.checkpoint
     target = Path(output) if output is not None else default_output(saved)
     check_target(target, [given.checkpoint.path, checkpoint.path], overwrite=overwrite)
     check_specs(given, trained)
     match = match_tensors(given, trained)
-    base_hashes = hash_base(checkpoint, track) if before is None else before.base_hashes
+    base_hashes = checkpoint.manifest.base_hashes if isinstance(checkpoint, Folder) else hash_base(checkpoint, track)
     compared = compare_base(given, trained, match, base_hashes, track)
     other_settings, other_computation = compare_settings(given, trained)
-    if before is not None:
-        refuse_damaged(checkpoint, before, track)
-    base_bytes = least_base_bytes(checkpoint, before, trained.first_plan, base_weights)
+    if isinstance(checkpoint, Folder):
+        refuse_damaged(checkpoint, track)
+    base_bytes = least_base_bytes(checkpoint, trained.first_plan, base_weights)
     check_space(target, trained.bytes_added + base_bytes)
     state = {
         "adopt": [plan.to_json() for plan in trained.plans.values()],
         "base": base_hashes,
         "base_weights": base_weights,
     }
-    routing = router_of(trained.config[CONFIG_KEY]) if before is None else before.routing
+    routing = checkpoint.manifest.routing if isinstance(checkpoint, Folder) else router_of(trained.config[CONFIG_KEY])
     with staged(target, state, {**given.checkpoint.stamps, **checkpoint.stamps}, overwrite=overwrite) as partial:
         _write_new_tensors(given, trained, match, partial, track)
         expansions = _records(given, trained, compared, partial, run, track)
-        written = write_folder(checkpoint, before, expansions, partial, base_weights, run, track, routing)
+        written = write_folder(checkpoint, expansions, routing, partial, base_weights, run, track)
         if given.left.log:
             lines = (json.dumps(entry) + "\n" for entry in given.left.log)
             write_text(partial / TRAINING_FOLDER / LOG_FILE, "".join(lines))
     return Adopted(
         path=target,
-        base_name=written.manifest.base_name,
+        base_name=written.folder.manifest.base_name,
         base_tensors=compared.count,
         widened=compared.widened,
         expansion_tensors=len(trained.planned),
@@ -205,13 +199,12 @@ def _command_line(*words: str | Path) -> str:
 
 def _open_expanded(expanded: str | Path) -> Trained:
     path = find_source(expanded).path
-    checkpoint, manifest = open_checkpoint(path), read_manifest(path)
-    refuse_fused(path, manifest)
-    refuse_linked(path, manifest)
-    check_numbering(checkpoint, manifest)
-    if missing := [name for name in manifest.base_tensors if name not in checkpoint.tensors]:
+    folder = open_folder(path)
+    refuse_fused(folder)
+    refuse_linked(folder)
+    if missing := [name for name in folder.manifest.base_tensors if name not in folder.tensors]:
         raise CheckpointError(*(Problem("tensor-not-in-folder", name, folder=expanded) for name in missing))
-    return Trained(str(expanded), checkpoint, manifest.plans, checkpoint.config, manifest)
+    return Trained(str(expanded), folder, folder.manifest.plans, folder.config)
 
 
 def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track) -> Trained:
@@ -220,8 +213,8 @@ def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: T
         raise CheckpointError(Problem("saved-without-config", saved.name))
     origins = saved_origins(saved.config, saved.name)
     source = _find_base(saved, origins[0], base)
-    refuse_linked(source.path, None)
     checkpoint = open_checkpoint(source.path)
+    refuse_linked(checkpoint)
     plans = {
         origin.request.name: make_plan(
             checkpoint, origin.request, name=source.name, revision=source.revision, run=run, track=track
@@ -254,7 +247,10 @@ def _records(
     saved: Saved, trained: Trained, compared: BaseComparison, partial: Path, run: RunOptions, track: Track
 ) -> dict[str, ExpansionRecord]:
     """The record of each expansion; the run is added to those that it changed, or to all where it changed nothing."""
-    records = _start_again(trained, run, track) if trained.manifest is None else dict(trained.manifest.expansions)
+    if isinstance(trained.checkpoint, Folder):
+        records = dict(trained.checkpoint.manifest.expansions)
+    else:
+        records = _start_again(trained, run, track)
     shards = [shard for plan in trained.plans.values() for shard in plan.shards]
     headers = {name: info for shard in shards for name, info in read_header(partial, shard).items()}
     tensors = name_tensors(headers, trained.first_plan.numbering)

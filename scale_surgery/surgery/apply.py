@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, write_json
+from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_files
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
@@ -26,12 +26,13 @@ from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.folder.config import stored_shard, written_config
+from scale_surgery.folder.config import stored_shard
 from scale_surgery.folder.extract_folder import Extract, check_own_files, name_in_extract, open_extract
-from scale_surgery.folder.layout import Contents, lay_out, make_index, needed_bytes, tensors_in, total_bytes
-from scale_surgery.folder.record import BaseFile, Manifest, base_tensors, refuse_linked, tool_versions
+from scale_surgery.folder.folder import refuse_linked
+from scale_surgery.folder.layout import Contents, lay_out, needed_bytes, tensors_in, total_bytes
+from scale_surgery.folder.record import BaseFile, Manifest, base_tensors, tool_versions
 from scale_surgery.folder.renumbered import renumbered_shards, stored_shards
-from scale_surgery.folder.write import EXTENDED, extended_texts
+from scale_surgery.folder.write import EXTENDED, extended_texts, write_config, write_index, write_record
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.plan import plan_expansion
 from scale_surgery.planning.reserved import name_clash, reserved_names
@@ -150,7 +151,7 @@ def apply(
     checkpoint, target = open_checkpoint(source.path), Path(output)
     title = source.name if wanted.model is None else str(wanted.model)
     check_fit(extracted, checkpoint, title)
-    refuse_linked(source.path, None)
+    refuse_linked(checkpoint)
     check_target(target, [extracted.path, source.path], overwrite=overwrite)
     check_own_files(extracted, track)
     compared = _compare_base(extracted, source, checkpoint, track)
@@ -264,13 +265,13 @@ def _write_around(extract: Extract, base: ComparedBase, folder: Path, run: RunOp
     checkpoint, made = base.checkpoint, extract.manifest.plan
     places = _places_of_base(checkpoint)
     manifest = replace(_named(extract.manifest, base), base_tensors=base_tensors(checkpoint, base.tensors))
-    write_json(folder / CONFIG_FILE, written_config(manifest, checkpoint.config))
+    write_config(folder, manifest, checkpoint.config)
     if _has_other_tokenizer(extract, base):
         lay_out(extended_texts(checkpoint.path, [made]), folder)
     if not {TOKENIZER_CONFIG_FILE, *(EXTENDED if made.widths.new_tokens else ())}.isdisjoint(base.other_files):
         pin_tokenizer_class(checkpoint.path, folder, run)
     shards = [*map(stored_shard, checkpoint.shards), *dict.fromkeys(info.file for info in extract.tensors.values())]
-    write_json(folder / INDEX_FILE, make_index(tensors_in(folder, shards)))
+    write_index(folder, tensors_in(folder, shards))
     if base.differing:
         manifest = manifest.with_expansion(
             forced_base={
@@ -297,7 +298,7 @@ def _write_around(extract: Extract, base: ComparedBase, folder: Path, run: RunOp
         verification=None,
         renumbered=renumbered_shards(checkpoint, made.numbering),
     )
-    write_json(folder / MANIFEST_FILE, manifest.to_json())
+    write_record(folder, manifest)
 
 
 def _named(manifest: Manifest, base: ComparedBase) -> Manifest:

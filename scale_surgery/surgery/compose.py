@@ -24,9 +24,9 @@ from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.config import path_problems_of
 from scale_surgery.folder.extract_folder import Extract, check_own_files, open_extract
-from scale_surgery.folder.folder import view_of
+from scale_surgery.folder.folder import Folder, named_base, refuse_fused, refuse_linked, with_record
 from scale_surgery.folder.layout import Content, Headed, lay_out, total_bytes
-from scale_surgery.folder.record import ExpansionRecord, Manifest, read_manifest, refuse_fused, refuse_linked
+from scale_surgery.folder.record import ExpansionRecord, read_manifest
 from scale_surgery.folder.renumbered import aligned_header
 from scale_surgery.folder.routers import router_for
 from scale_surgery.folder.write import least_base_bytes, write_folder
@@ -99,26 +99,26 @@ def compose(
     check_base_weights(base_weights)
     target, source = Path(output), find_source(base)
     remove = (remove,) if isinstance(remove, str) else tuple(dict.fromkeys(remove))
-    given, before = _open(source, remove)
+    given = _open(source, remove)
     opened = _open_extracts(extracts)
-    kept = {} if before is None else dict(before.expansions)
+    kept = given.manifest.expansions if isinstance(given, Folder) else {}
     check_target(target, [source.path, *(extract.path for extract in opened.values())], overwrite=overwrite)
     alone = base_alone(given)
     for extract in opened.values():
         check_fit(extract, alone, source.name)
     # torch, which takes some names for itself, takes seconds to import
     _check_names(opened, kept)
-    base_name, revision = (source.name, source.revision) if before is None else (before.base_name, before.base_revision)
+    base_name, revision = named_base(given, source)
     added = _plan_beside(opened, alone, base_name, revision)
-    expansions = kept | added
+    expansions = {**kept, **added}
     plans = [record.plan for record in expansions.values()]
     check_beside(plans)
     asked = None if routing is None else router_for(routing, len(expansions))
-    routing = routing_beside(before, len(expansions), asked)
+    routing = routing_beside(given, len(expansions), asked)
     bytes_added = sum(plan.costs.bytes_added for plan in plans)
-    check_space(target, bytes_added + least_base_bytes(given, before, plans[0], base_weights))
+    check_space(target, bytes_added + least_base_bytes(given, plans[0], base_weights))
     # reading the base takes longest, so all other checks come before
-    hashes = _check_base(given, before, track)
+    hashes = _check_base(given, track)
     for name, extract in opened.items():
         differing = find_differing(extract, alone, hashes)
         refuse_differing(extract, f"{name}: {source.name}", differing, len(alone.tensors), "base-differs-compose")
@@ -139,8 +139,8 @@ def compose(
             shards |= _shards_of(extract, added[name].plan)
         with track("expansions", total_bytes(shards)) as advance:
             lay_out(shards, partial, base_weights, advance)
-        written = write_folder(given, before, expansions, partial, base_weights, run, track, routing)
-        if set(written.checkpoint.tensors) != {*written.manifest.base_tensors, *written.manifest.planned}:
+        written = write_folder(given, expansions, routing, partial, base_weights, run, track)
+        if set(written.folder.tensors) != {*written.folder.manifest.base_tensors, *written.folder.manifest.planned}:
             raise CheckpointError(Problem("composed-tensors-differ", source.name))
     return Composed(
         path=target,
@@ -166,13 +166,13 @@ def _plan_beside(
     return added
 
 
-def _check_base(given: Checkpoint, before: Manifest | None, track: Track) -> Mapping[str, str]:
+def _check_base(given: Checkpoint, track: Track) -> Mapping[str, str]:
     """Check a base, or an expanded folder that is to have other expansions; hashes of the base's tensors."""
-    if before is None:
+    if not isinstance(given, Folder):
         check_clashes(given)
         return hash_base(given, track)
-    refuse_damaged(given, before, track)
-    return before.base_hashes
+    refuse_damaged(given, track)
+    return given.manifest.base_hashes
 
 
 def check_beside(plans: Iterable[Plan]) -> None:
@@ -191,8 +191,9 @@ def check_beside(plans: Iterable[Plan]) -> None:
         raise PlanError(*problems)
 
 
-def routing_beside(before: Manifest | None, expansions: int, routing: Router | None = None) -> Router | None:
+def routing_beside(given: Checkpoint, expansions: int, routing: Router | None = None) -> Router | None:
     """How a folder routes that gets so many expansions: as asked for, as before, or all paths alike."""
+    before = given.manifest if isinstance(given, Folder) else None
     known = None if before is None else before.routing
     if routing is None and (before is None or len(before.expansions) != expansions):
         # weights of single paths say nothing of others
@@ -207,22 +208,28 @@ def routing_beside(before: Manifest | None, expansions: int, routing: Router | N
     return routing
 
 
-def _open(source: Source, remove: Sequence[str]) -> tuple[Checkpoint, Manifest | None]:
+def _open(source: Source, remove: Sequence[str]) -> Checkpoint:
     """Open a base model; or an expanded folder without the expansions to remove, which may be damaged."""
-    if not (source.path / MANIFEST_FILE).is_file():
+    path = source.path
+    if not (path / MANIFEST_FILE).is_file():
         if remove:
             raise PlanError(Problem("remove-from-base", "remove", model=source.name))
-        refuse_linked(source.path, None)
-        return open_checkpoint(source.path), None
-    manifest = read_manifest(source.path)
-    refuse_fused(source.path, manifest)
-    refuse_linked(source.path, manifest)
+        base = open_checkpoint(path)
+        refuse_linked(base)
+        return base
+    manifest = read_manifest(path)
     known = list(manifest.expansions)
     if unknown := [name for name in remove if name not in known]:
         raise PlanError(*(Problem("remove-unknown", "remove", name=name, known=known) for name in unknown))
-    checkpoint = open_checkpoint(source.path, without=tuple(f"{SHARD_STEM}{name}-" for name in remove))
-    routing = manifest.routing.without_prior() if manifest.routing and remove else manifest.routing
-    return checkpoint, replace(view_of(manifest, *(name for name in known if name not in remove)), routing=routing)
+    left = tuple(f"{SHARD_STEM}{name}-" for name in remove)
+    folder = with_record(open_checkpoint(path, without=left), manifest)
+    refuse_fused(folder)
+    refuse_linked(folder)
+    if not remove:
+        return folder
+    routing = manifest.routing.without_prior() if manifest.routing else None
+    kept = folder.only(*(name for name in known if name not in remove))
+    return replace(kept, manifest=replace(kept.manifest, routing=routing))
 
 
 def _open_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path] | str | Path) -> dict[str, Extract]:

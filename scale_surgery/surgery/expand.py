@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, write_tensors
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import counted
 from scale_surgery.folder.check import refuse_damaged
-from scale_surgery.folder.record import ExpansionRecord, Manifest, read_manifest, refuse_linked
+from scale_surgery.folder.folder import Folder, named_base, open_given, refuse_linked
+from scale_surgery.folder.record import ExpansionRecord
 from scale_surgery.folder.write import least_base_bytes, tool_on, write_folder
 from scale_surgery.planning.base import base_in, remarks_on
 from scale_surgery.planning.plan import Plan, check_fits
@@ -98,24 +99,24 @@ def expand(
     planned = None if isinstance(plan_or_request, Request) else plan_or_request
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
     source = find_source(model, (planned.base_revision if planned else None) or revision)
-    given = open_checkpoint(source.path)
-    before = read_manifest(source.path) if given.manifest is not None else None
-    made, run = _plan_for(source, given, plan_or_request, run, before), run.placed()
+    given = open_given(source.path)
+    before = given.manifest.expansions if isinstance(given, Folder) else {}
+    made, run = _plan_for(source, given, plan_or_request, run), run.placed()
     target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
     load_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
-    expansions = {**(before.expansions if before else {}), made.request.name: ExpansionRecord(made, {})}
-    if before is not None:
+    expansions = {**before, made.request.name: ExpansionRecord(made, {})}
+    if before:
         check_beside(record.plan for record in expansions.values())
-    refuse_linked(source.path, before)
+    refuse_linked(given)
     tokenizer = load_tokenizer(source.path, run)
     if made.request.new_tokens is not None:
         check_new_tokens(source.path, tokenizer, made.request.new_tokens, made.sizes.embedded, run)
-    routing = routing_beside(before, len(expansions))
+    routing = routing_beside(given, len(expansions))
     base = base_in(given, made.request.name)
-    check_space(target, least_base_bytes(given, before, made, base_weights) + made.costs.bytes_added)
-    if before is not None:
-        refuse_damaged(given, before, track, is_trusted=run.trust_remote_code)
+    check_space(target, least_base_bytes(given, made, base_weights) + made.costs.bytes_added)
+    if isinstance(given, Folder):
+        refuse_damaged(given, track, is_trusted=run.trust_remote_code)
     state = {
         "plan": made.to_json(),
         "base_weights": base_weights,
@@ -124,7 +125,7 @@ def expand(
     }
     with staged(target, state, given.stamps, overwrite=overwrite) as partial:
         _write_new_tensors(made, base, partial, run.device, tokenizer, track)
-        written = write_folder(given, before, expansions, partial, base_weights, run, track, routing)
+        written = write_folder(given, expansions, routing, partial, base_weights, run, track)
     return Expansion(
         path=target,
         plan=made,
@@ -135,11 +136,9 @@ def expand(
     )
 
 
-def _plan_for(
-    source: Source, given: Checkpoint, plan_or_request: Plan | Request, run: RunOptions, before: Manifest | None
-) -> Plan:
+def _plan_for(source: Source, given: Checkpoint, plan_or_request: Plan | Request, run: RunOptions) -> Plan:
     # surgery.json names the model that was read, not one of the same shapes elsewhere
-    name, revision = (source.name, source.revision) if before is None else (before.base_name, before.base_revision)
+    name, revision = named_base(given, source)
     if isinstance(plan_or_request, Request):
         return make_plan(given, plan_or_request, name=name, revision=revision, run=run)
     base = base_in(given, plan_or_request.request.name)

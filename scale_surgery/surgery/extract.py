@@ -20,7 +20,6 @@ from scale_surgery.checkpoint.files import (
     as_json,
     check_base_weights,
 )
-from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.checkpoint.listing import stays_behind
@@ -43,9 +42,9 @@ from scale_surgery.folder.extract_folder import (
     content_problems,
     name_in_extract,
 )
-from scale_surgery.folder.folder import open_expansion
+from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
 from scale_surgery.folder.layout import Content, lay_out, make_index, needed_bytes, total_bytes
-from scale_surgery.folder.record import Manifest, refuse_fused, refuse_linked, tool_versions
+from scale_surgery.folder.record import Manifest, tool_versions
 from scale_surgery.folder.write import tokenizer_beside
 from scale_surgery.progress import Track, no_track
 
@@ -110,18 +109,19 @@ def extract(
     """
     check_base_weights(base_weights)
     path, target = Path(expanded), Path(output)
-    checkpoint, manifest = open_expansion(path, name)
-    refuse_fused(path, manifest)
-    refuse_linked(path, manifest)
+    folder = open_folder(path).one(name)
+    manifest = folder.manifest
+    refuse_fused(folder)
+    refuse_linked(folder)
     check_target(target, [path], overwrite=overwrite)
-    if taken := [file for file in (EXTRACT_FILE, STORED_INDEX) if file in checkpoint.side_files]:
+    if taken := [file for file in (EXTRACT_FILE, STORED_INDEX) if file in folder.side_files]:
         raise CheckpointError(*(Problem("extract-name-taken", path / file) for file in taken))
-    texts, alone = _written_for_one(checkpoint, manifest)
+    texts, alone = _written_for_one(folder)
     from_base = tuple(file.stored_as for file in alone.base_files.values() if file.stored_as is not None)
-    files, left_out = _expansion_files(checkpoint, manifest, from_base, texts)
-    tensors = {name: info for name, info in checkpoint.tensors.items() if name not in manifest.base_tensors}
-    problems = content_problems(path, manifest, checkpoint.config, files, tensors)
-    refuse_damaged(checkpoint, manifest, track, problems)
+    files, left_out = _expansion_files(folder, from_base, texts)
+    tensors = {name: info for name, info in folder.tensors.items() if name not in manifest.base_tensors}
+    problems = content_problems(path, manifest, folder.config, files, tensors)
+    refuse_damaged(folder, track, problems)
     licences = tuple(file for file in from_base if LICENCE.match(PurePosixPath(file).name))
     contents: dict[str, Content] = {name_in_extract(file): texts.get(file, path / file) for file in (*files, *licences)}
     check_space(target, needed_bytes(contents, base_weights))
@@ -139,7 +139,7 @@ def extract(
     state = {"extract": asdict(record), "base_weights": base_weights}
     contents[EXTRACT_FILE] = as_json(asdict(record))
     with (
-        staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial,
+        staged(target, state, folder.stamps, overwrite=overwrite) as partial,
         track("files", total_bytes(contents)) as advance,
     ):
         lay_out(contents, partial, base_weights, advance)
@@ -164,40 +164,41 @@ def _named_licence(path: Path, manifest: Manifest, from_base: tuple[str, ...]) -
     return read_licence(read_bytes(path / str(card.stored_as)).decode("utf-8", errors="replace"))
 
 
-def _written_for_one(checkpoint: Checkpoint, manifest: Manifest) -> tuple[dict[str, str], Manifest]:
+def _written_for_one(folder: Folder) -> tuple[dict[str, str], Manifest]:
     """Texts of a folder of several expansions, rewritten for one, and its record; none where it holds one: they fit."""
-    if manifest.of_folder is manifest:
+    manifest = folder.manifest
+    if folder.whole is None:
         return {}, manifest
     # where another one adds tokens, the tokenizer is the base's again
-    tokenizer, alone = tokenizer_beside(checkpoint, manifest, manifest)
+    tokenizer, alone = tokenizer_beside(folder, manifest)
     return {
-        CONFIG_FILE: as_json(checkpoint.config),
-        INDEX_FILE: as_json(make_index(checkpoint.tensors.values())),
+        CONFIG_FILE: as_json(folder.config),
+        INDEX_FILE: as_json(make_index(folder.tensors.values())),
         MANIFEST_FILE: as_json(alone.to_json()),
         **{file: text for file, text in tokenizer.items() if alone.base_files[file].stored_as is None},
     }, alone
 
 
 def _expansion_files(
-    checkpoint: Checkpoint, manifest: Manifest, from_base: tuple[str, ...], texts: Mapping[str, str]
+    folder: Folder, from_base: tuple[str, ...], texts: Mapping[str, str]
 ) -> tuple[dict[str, ExpansionFile], tuple[str, ...]]:
     """The files that are not the base's, with their hashes, and those that are left out."""
-    others = [file for file in (*checkpoint.shards, *checkpoint.side_files, MANIFEST_FILE) if file not in from_base]
-    known = {*checkpoint.shards, *manifest.base_files}
+    others = [file for file in (*folder.shards, *folder.side_files, MANIFEST_FILE) if file not in from_base]
+    known = {*folder.shards, *folder.manifest.base_files}
     left_out = tuple(
         file
         for file in others
         if file not in known
         # logs of a folder of several are of whichever was trained last
-        and (stays_behind(checkpoint.path, file) or (texts and file.startswith(f"{TRAINING_FOLDER}/")))
+        and (stays_behind(folder.path, file) or (texts and file.startswith(f"{TRAINING_FOLDER}/")))
     )
     taken = [file for file in others if file not in left_out]
-    hashes = hash_files(checkpoint.path, [file for file in taken if file not in texts])
+    hashes = hash_files(folder.path, [file for file in taken if file not in texts])
     files = {}
     for file in taken:
         if file in texts:
             text = texts[file].encode("utf-8")
             files[file] = ExpansionFile(sha256(text).hexdigest(), len(text))
         else:
-            files[file] = ExpansionFile(hashes[file], (checkpoint.path / file).stat().st_size)
-    return files, (*left_out, *checkpoint.left_out)
+            files[file] = ExpansionFile(hashes[file], (folder.path / file).stat().st_size)
+    return files, (*left_out, *folder.left_out)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.expansions import INFIX
 from scale_surgery.checkpoint.files import as_json
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor, read_text
+from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor, read_text
 from scale_surgery.checkpoint.hashes import hash_files, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from scale_surgery.checkpoint.shards import (
@@ -28,6 +28,7 @@ from scale_surgery.checkpoint.shards import (
 )
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.config import code_texts, fused_config
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.joining import (
     cast_problems,
     copied_head,
@@ -54,11 +55,12 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 2**13
 
 
-def check_fusible(checkpoint: Checkpoint, manifest: Manifest) -> None:
+def check_fusible(folder: Folder) -> None:
     """Check that the blocks of every linear can be joined without a cast."""
+    manifest = folder.manifest
     problems = fused_problems(manifest.plan.architecture, manifest.plan.layers)
     problems += _router_problems(manifest)
-    problems += cast_problems(checkpoint, manifest)
+    problems += cast_problems(folder.tensors, manifest)
     problems += manifest.plan.method.refusal("fuse", "--to fused")
     if problems:
         raise PlanError(*problems)
@@ -74,34 +76,36 @@ def _router_problems(manifest: Manifest) -> list[Problem]:
     return [Problem("fused-router", "--to fused", router=routing.router)]
 
 
-def write_fused(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> dict[str, Any]:
+def write_fused(folder: Folder, partial: Path, track: Track) -> dict[str, Any]:
     """Write the shards, the index, config.json and the code of a model's fused form."""
+    manifest = folder.manifest
     # the files of the model were compared with its surgery.json
     code = code_texts(manifest.plan, is_fused=True)
-    before = {file: read_text(checkpoint, file) for file in (INDEX_FILE, CONFIG_FILE, *manifest.code, MANIFEST_FILE)}
-    remembered = _shards_of(checkpoint, manifest, track)
-    shards = fused_shards(checkpoint, manifest)
+    before = {file: read_text(folder, file) for file in (INDEX_FILE, CONFIG_FILE, *manifest.code, MANIFEST_FILE)}
+    remembered = _shards_of(folder, track)
+    shards = fused_shards(folder)
     with track("fused shards", total_bytes(shards)) as advance:
-        lay_out(shards, folder, "copy", advance)
-    index = make_index(tensors_in(folder, shards))
+        lay_out(shards, partial, "copy", advance)
+    index = make_index(tensors_in(partial, shards))
     texts = {
         INDEX_FILE: as_json(index),
-        CONFIG_FILE: as_json(fused_config(checkpoint.config, manifest)),
+        CONFIG_FILE: as_json(fused_config(folder.config, manifest)),
         **code,
     }
-    lay_out(texts, folder)
+    lay_out(texts, partial)
     gram = [name for name in index["weight_map"] if name == gram_of(manifest.plan)]
     # what surgery.json has to remember so that the files can be written again
     return {
-        "made": hash_tensors(open_checkpoint(folder), gram),
+        "made": hash_tensors(open_checkpoint(partial), gram),
         "shards": remembered,
         "texts": {file: text for file, text in before.items() if file in manifest.code or texts.get(file) != text},
     }
 
 
-def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Content]:
+def fused_shards(folder: Folder) -> dict[str, Content]:
     """What each shard of the fused form holds: of each shard the tensors that stay, with the joined ones in place."""
-    tensors, renamed = checkpoint.tensors, renamed_tensors(manifest)
+    manifest = folder.manifest
+    tensors, renamed = folder.tensors, renamed_tensors(manifest)
     # a head that was tied, but is no more, stands where its up part was
     joined = {
         item.name if item.name in tensors else item.pieces.get("up_weight", item.base): item
@@ -109,15 +113,15 @@ def fused_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Conten
     }
     inside = {name for item in joined.values() for name in item.pieces.values() if INFIX in name}
     copy = copied_head(manifest)
-    read = functools.partial(read_tensor, checkpoint)
-    kept: dict[str, list[Entry]] = {shard: [] for shard in checkpoint.shards}
+    read = functools.partial(read_tensor, folder)
+    kept: dict[str, list[Entry]] = {shard: [] for shard in folder.shards}
     for name, info in tensors.items():
         if name in joined:
             item = joined[name]
             make = functools.partial(join_pieces, item, read)
             kept[info.file].append(computed(item.name, tensors[item.base].dtype, item.shape, make))
         elif name not in inside and name != copy:
-            kept[info.file].append(replace(stored(checkpoint, name), name=renamed.get(name, name)))
+            kept[info.file].append(replace(stored(folder, name), name=renamed.get(name, name)))
     filled = [entries for entries in kept.values() if entries]
     if fork_of(manifest) is not None:
         size = gram_size(manifest)
@@ -149,29 +153,30 @@ def _make_gram(manifest: Manifest, read: Callable[[str], Tensor]) -> Tensor:
     return gram.float()
 
 
-def _shards_of(checkpoint: Checkpoint, manifest: Manifest, track: Track) -> dict[str, dict[str, str]]:
+def _shards_of(folder: Folder, track: Track) -> dict[str, dict[str, str]]:
     """Header and sha256 of every shard; those of the base were compared with their recorded ones before."""
-    known = {file.stored_as: file.sha256 for file in manifest.base_files.values()}
-    new_shards = [shard for shard in checkpoint.shards if shard not in known]
-    with track("hashes", sum((checkpoint.path / shard).stat().st_size for shard in new_shards)) as advance:
-        hashes = hash_files(checkpoint.path, new_shards, advance)
-    headers = {shard: header_bytes(checkpoint.path / shard)[8:].decode("utf-8") for shard in checkpoint.shards}
+    known = {file.stored_as: file.sha256 for file in folder.manifest.base_files.values()}
+    new_shards = [shard for shard in folder.shards if shard not in known]
+    with track("hashes", sum((folder.path / shard).stat().st_size for shard in new_shards)) as advance:
+        hashes = hash_files(folder.path, new_shards, advance)
+    headers = {shard: header_bytes(folder.path / shard)[8:].decode("utf-8") for shard in folder.shards}
     return {shard: {"header": header, "sha256": hashes.get(shard) or known[shard]} for shard, header in headers.items()}
 
 
-def write_blocks(checkpoint: Checkpoint, manifest: Manifest, folder: Path, track: Track) -> None:
+def write_blocks(folder: Folder, partial: Path, track: Track) -> None:
     """Write every file that `write_fused` made another of, and check each shard by its hash."""
+    manifest = folder.manifest
     assert manifest.fused is not None
-    shards: dict[str, Content] = {shard: rebuilt_shard(checkpoint, manifest, shard) for shard in manifest.joined_shards}
+    shards: dict[str, Content] = {shard: rebuilt_shard(folder, shard) for shard in manifest.joined_shards}
     # each byte is written, and read again to be hashed
     with track("shards", 2 * total_bytes(shards)) as advance:
-        lay_out(shards, folder, "copy", advance)
-        digests = hash_files(folder, list(shards), advance)
+        lay_out(shards, partial, "copy", advance)
+        digests = hash_files(partial, list(shards), advance)
     problems = []
     for shard, record in manifest.joined_shards.items():
         if digests[shard] != record["sha256"]:
             problems.append(Problem("fused-shard-changed", shard, digest=digests[shard], recorded=record["sha256"]))
-            (folder / shard).unlink()
+            (partial / shard).unlink()
     if problems:
         raise CheckpointError(*problems)
-    lay_out(manifest.fused["texts"], folder)
+    lay_out(manifest.fused["texts"], partial)

@@ -16,26 +16,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import write_json
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.locks import locked_scratch
 from scale_surgery.checkpoint.names import (
-    CONFIG_FILE,
     INDEX_FILE,
-    MANIFEST_FILE,
     STOCK_FILE,
 )
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.check import bytes_of_model, check_integrity, refuse_damaged
-from scale_surgery.folder.config import code_texts, hash_texts, with_router
-from scale_surgery.folder.folder import only
+from scale_surgery.folder.config import code_texts, hash_texts
+from scale_surgery.folder.folder import Folder, open_folder, refuse_linked
 from scale_surgery.folder.joining import count_differences, damaged_pieces
 from scale_surgery.folder.layout import lay_out, total_bytes
-from scale_surgery.folder.record import Manifest, check_name, read_manifest, refuse_linked, tool_versions
+from scale_surgery.folder.record import Manifest, tool_versions
+from scale_surgery.folder.write import write_record, write_router
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
@@ -117,69 +116,65 @@ def merge(
     from scale_surgery.running.prompts import read_prompts
 
     source, target = Path(expanded), Path(output)
-    manifest = read_manifest(source)
-    check_name(name, manifest, source)
-    checkpoint = open_checkpoint(source)
-    if len(manifest.expansions) > 1:
-        checkpoint, manifest = only(checkpoint, manifest, name or manifest.name)
-    refuse_linked(source, manifest)
-    _check_form(source, checkpoint, manifest, to)
+    folder = open_folder(source).one(name)
+    refuse_linked(folder)
+    _check_form(source, folder, to)
     read_prompts(probes.prompts_file)  # what cannot be read is known before anything is written
     inputs = [source, *([Path(probes.prompts_file)] if probes.prompts_file else [])]
     check_target(target, inputs, overwrite=overwrite)
-    if manifest.of_folder is not manifest:
-        with _isolated(source, manifest, target, track) as alone:
+    if folder.whole is not None:
+        with _isolated(folder, target, track) as alone:
             return merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
-    check_space(target, _needed_bytes(checkpoint, manifest, to))
-    refuse_damaged(checkpoint, manifest, track, is_trusted=run.trust_remote_code)
+    check_space(target, _needed_bytes(folder, to))
+    refuse_damaged(folder, track, is_trusted=run.trust_remote_code)
     drift = None
-    with staged(target, _state(manifest, to), checkpoint.stamps, overwrite=overwrite) as partial:
-        remembered = _write(checkpoint, manifest, partial, to, track)
+    with staged(target, _state(folder.manifest, to), folder.stamps, overwrite=overwrite) as partial:
+        remembered = _write(folder, partial, to, track)
         if to == "blocks":
             _check_blocks(source, partial, track)
         else:
             drift = measure_drift(source, partial, probes, run=run, track=track)
             _check_drift(partial, target, drift)
             if to == "fused":
-                write_json(partial / MANIFEST_FILE, _fused_record(checkpoint, manifest, remembered, drift))
+                write_record(partial, _fused_record(folder.manifest, remembered, drift))
             else:
-                write_json(partial / STOCK_FILE, _stock_record(partial, manifest, drift, track))
-    return _describe(target, to, checkpoint, manifest, drift)
+                write_json(partial / STOCK_FILE, _stock_record(partial, folder.manifest, drift, track))
+    return _describe(target, to, folder, drift)
 
 
 @contextmanager
-def _isolated(source: Path, manifest: Manifest, target: Path, track: Track) -> Iterator[Path]:
+def _isolated(folder: Folder, target: Path, track: Track) -> Iterator[Path]:
     """A folder of one of several expansions alone on the base, without the router that weighed them; it goes again."""
-    others = [name for name in manifest.of_folder.expansions if name not in manifest.expansions]
-    with locked_scratch(target) as folder:
-        alone = folder / source.resolve().name
-        compose(source, (), alone, remove=others, track=track)
-        write_json(alone / CONFIG_FILE, with_router(read_json(alone / CONFIG_FILE), None))
-        write_json(alone / MANIFEST_FILE, replace(read_manifest(alone), routing=None).to_json())
+    others = [name for name in folder.of_all.manifest.expansions if name not in folder.manifest.expansions]
+    with locked_scratch(target) as scratch:
+        alone = scratch / folder.path.resolve().name
+        compose(folder.path, (), alone, remove=others, track=track)
+        write_router(alone, open_folder(alone), None)
         yield alone
 
 
-def _check_form(source: Path, checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> None:
+def _check_form(source: Path, folder: Folder, to: MergedForm) -> None:
+    manifest = folder.manifest
     refuse(manifest.plan.method, "merge", source)
     if to == "blocks" and manifest.fused is None:
         refuse_form(source, "expanded", "fused")
     if to != "blocks" and manifest.fused is not None:
         refuse_form(source, "fused", "expanded")
-    if to != "blocks" and (problems := damaged_pieces(checkpoint, manifest)):
+    if to != "blocks" and (problems := damaged_pieces(folder.tensors, manifest)):
         raise CheckpointError(Problem("blocks-damaged", source, *problems))
     if to == "fused":
-        check_fusible(checkpoint, manifest)
+        check_fusible(folder)
     elif to == "stock":
-        check_stock(checkpoint, manifest)
+        check_stock(folder)
 
 
-def _needed_bytes(checkpoint: Checkpoint, manifest: Manifest, to: MergedForm) -> int:
+def _needed_bytes(folder: Folder, to: MergedForm) -> int:
     if to == "stock":
-        assert manifest.plan.costs.stock is not None
-        return manifest.plan.costs.stock.parameters * DTYPE_BYTES[checkpoint.dtype]
+        assert folder.manifest.plan.costs.stock is not None
+        return folder.manifest.plan.costs.stock.parameters * DTYPE_BYTES[folder.dtype]
     if to == "fused":
-        return total_bytes(fused_shards(checkpoint, manifest))
-    return sum(info.bytes for info in checkpoint.tensors.values())
+        return total_bytes(fused_shards(folder))
+    return sum(info.bytes for info in folder.tensors.values())
 
 
 def _state(manifest: Manifest, to: MergedForm) -> dict[str, Any]:
@@ -187,19 +182,19 @@ def _state(manifest: Manifest, to: MergedForm) -> dict[str, Any]:
     return {"merge": to, "base": manifest.first_plan.base_fingerprint, "tool": tool_versions()}
 
 
-def _write(checkpoint: Checkpoint, manifest: Manifest, partial: Path, to: MergedForm, track: Track) -> dict[str, Any]:
+def _write(folder: Folder, partial: Path, to: MergedForm, track: Track) -> dict[str, Any]:
     """Write all but the record; returns what surgery.json of a fused model has to remember."""
     if to == "stock":
-        write_stock(checkpoint, manifest, partial, track)
+        write_stock(folder, partial, track)
         return {}
     if to == "fused":
-        remembered = write_fused(checkpoint, manifest, partial, track)
+        remembered = write_fused(folder, partial, track)
     else:
-        write_blocks(checkpoint, manifest, partial, track)
+        write_blocks(folder, partial, track)
         remembered = {}
-    left = (INDEX_FILE, *manifest.code, *checkpoint.left_behind)
-    beside = [file for file in checkpoint.side_files if file not in left and not (partial / file).exists()]
-    lay_out({file: checkpoint.path / file for file in beside}, partial)
+    left = (INDEX_FILE, *folder.manifest.code, *folder.left_behind)
+    beside = [file for file in folder.side_files if file not in left and not (partial / file).exists()]
+    lay_out({file: folder.path / file for file in beside}, partial)
     return remembered
 
 
@@ -214,21 +209,19 @@ def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
 def _check_blocks(source: Path, partial: Path, track: Track) -> None:
     """Check what was made of texts that surgery.json kept, and that nobody has compared with anything so far."""
     try:
-        checkpoint, manifest = open_checkpoint(partial), read_manifest(partial)
-        with track("hashes", bytes_of_model(checkpoint, manifest)) as advance:
-            damage = CheckpointError(*check_integrity(checkpoint, manifest, advance).problems)
+        folder = open_folder(partial)
+        with track("hashes", bytes_of_model(folder)) as advance:
+            damage = CheckpointError(*check_integrity(folder, advance).problems)
     except CheckpointError as error:
         damage = error
     if damage.problems:
         raise CheckpointError(Problem("blocks-not-restored", source, *damage.problems))
 
 
-def _fused_record(
-    checkpoint: Checkpoint, manifest: Manifest, remembered: Mapping[str, Any], drift: Drift
-) -> dict[str, Any]:
+def _fused_record(manifest: Manifest, remembered: Mapping[str, Any], drift: Drift) -> Manifest:
     """surgery.json of a fused model."""
     code = hash_texts(code_texts(manifest.plan, is_fused=True))
-    return replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None).to_json()
+    return replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None)
 
 
 def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track) -> dict[str, Any]:
@@ -256,18 +249,19 @@ def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track)
     }
 
 
-def _describe(target: Path, to: MergedForm, checkpoint: Checkpoint, manifest: Manifest, drift: Drift | None) -> Merged:
+def _describe(target: Path, to: MergedForm, folder: Folder, drift: Drift | None) -> Merged:
+    manifest = folder.manifest
     written = open_checkpoint(target)
     return Merged(
         path=target,
         form=to,
         base_name=manifest.base_name,
-        parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
+        parameters_before=sum(info.elements for info in folder.tensors.values()),
         parameters=sum(info.elements for info in written.tensors.values()),
         differences=_differences(manifest, to),
         bytes_written=sum(info.bytes for info in written.tensors.values()),
         drift=drift,
-        left_out=checkpoint.left_behind,
+        left_out=folder.left_behind,
         warnings=() if to == "blocks" else _warnings(manifest.plan.sizes),
     )
 

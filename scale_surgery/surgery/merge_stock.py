@@ -19,6 +19,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.shards import Entry, computed, stored
 from scale_surgery.errors import PlanError, Problem
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.joining import Joined, cast_problems, join_pieces, joined_tensors
 from scale_surgery.folder.layout import Content, Shard, lay_out, total_bytes
 from scale_surgery.folder.record import Manifest
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def check_stock(checkpoint: Checkpoint, manifest: Manifest) -> None:
+def check_stock(folder: Folder) -> None:
     """Check that an expanded model has a stock form; if it has none, every reason is given."""
-    forms, casts = stock_problems(*_facts(manifest)), cast_problems(checkpoint, manifest)
-    if problems := [*_state_problems(manifest), *forms, *casts]:
+    forms, casts = stock_problems(*_facts(folder.manifest)), cast_problems(folder.tensors, folder.manifest)
+    if problems := [*_state_problems(folder.manifest), *forms, *casts]:
         raise PlanError(*problems)
 
 
@@ -63,14 +64,15 @@ def _state_problems(manifest: Manifest) -> list[Problem]:
     return problems
 
 
-def write_stock(checkpoint: Checkpoint, manifest: Manifest, partial: Path, track: Track = no_track) -> None:
+def write_stock(folder: Folder, partial: Path, track: Track = no_track) -> None:
     """Write the stock form of an expanded model: every file of the base, under its name, in its shards."""
+    manifest = folder.manifest
     # `check_stock` has found nothing wrong with the model
-    shards = stock_shards(checkpoint, manifest)
+    shards = stock_shards(folder)
     contents: dict[str, Content] = {}
     for name, file in manifest.base_files.items():
         stored_as = file.stored_as or ""
-        contents[name] = manifest.replaced.get(name) or _shard(checkpoint, stored_as, shards.get(stored_as, []))
+        contents[name] = manifest.replaced.get(name) or _shard(folder, stored_as, shards.get(stored_as, []))
     with track("stock shards", total_bytes(contents)) as advance:
         lay_out(contents, partial, "auto", advance)
     lay_out(extended_texts(partial, [manifest.plan]), partial)
@@ -80,25 +82,26 @@ def write_stock(checkpoint: Checkpoint, manifest: Manifest, partial: Path, track
         write_json(partial / INDEX_FILE, index | {"metadata": _index_metadata(index.get("metadata"), shards)})
 
 
-def stock_shards(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, list[Entry]]:
+def stock_shards(folder: Folder) -> dict[str, list[Entry]]:
     """What each base shard holds in the stock form, by the shard's name in the expanded folder."""
+    manifest = folder.manifest
     shapes = stock_shapes(*_facts(manifest), manifest.base_tensors, manifest.plan.head)
     joined = {item.name: item for item in joined_tensors(manifest)}
     shards: dict[str, list[Entry]] = {}
     for name in manifest.base_tensors:
-        info = checkpoint.tensors[name]
-        entry = stored(checkpoint, name)
+        info = folder.tensors[name]
+        entry = stored(folder, name)
         if name in shapes:
-            make = functools.partial(_make, checkpoint, manifest, name, joined.get(name))
+            make = functools.partial(_make, folder, name, joined.get(name))
             entry = computed(name, info.dtype, shapes[name], make)
         shards.setdefault(info.file, []).append(entry)
     return shards
 
 
-def _make(checkpoint: Checkpoint, manifest: Manifest, name: str, joined: Joined | None) -> Tensor:
+def _make(folder: Folder, name: str, joined: Joined | None) -> Tensor:
     """A larger tensor: base and new values side by side where its layer was expanded, then zeros."""
-    read = functools.partial(read_tensor, checkpoint)
-    architecture, sizes, widths = _facts(manifest)
+    read = functools.partial(read_tensor, folder)
+    architecture, sizes, widths = _facts(folder.manifest)
     match = architecture.find_linear(name.rpartition(".")[0])
     if match is None:
         # embedding and head, in which nothing is padded

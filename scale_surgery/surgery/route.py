@@ -8,21 +8,23 @@ surgery.json               --edited-->    the same; a verification stays, and na
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
-from scale_surgery.checkpoint.files import BaseWeights, as_json, write_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_text
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.files import BaseWeights, write_text
+from scale_surgery.checkpoint.folder import read_text
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.config import path_problems_of, with_router
-from scale_surgery.folder.layout import Content, bytes_of, lay_out, needed_bytes, total_bytes
-from scale_surgery.folder.record import Manifest, check_numbering, read_manifest, refuse_fused, refuse_linked
+from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
+from scale_surgery.folder.layout import bytes_of, lay_out, needed_bytes, total_bytes
+from scale_surgery.folder.record import Manifest
 from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
+from scale_surgery.folder.write import write_router
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
@@ -83,17 +85,17 @@ def route_export(
         PlanError: If the numbers make no sense, or the router cannot tell the paths of this model apart.
         CheckpointError: If this is no expanded checkpoint, or the output cannot be written.
     """
-    checkpoint, manifest = open_checkpoint(Path(expanded)), read_manifest(Path(expanded))
+    folder = open_folder(Path(expanded))
+    manifest = folder.manifest
     routing = router_for(routing, len(manifest.expansions))
-    refuse_fused(checkpoint.path, manifest)
+    refuse_fused(folder)
     # several expansions are only written where all can pass
     if len(manifest.expansions) == 1:
         refuse(manifest.plan.method, "route", expanded)
         if problems := path_problems_of(manifest.plan):
             raise PlanError(*problems)
-    check_numbering(checkpoint, manifest)
     check_paths_differ(routing, bool(_forks(manifest)))
-    return _write(checkpoint, manifest, routing, Path(output), base_weights, track, overwrite=overwrite)
+    return _write(folder, routing, Path(output), base_weights, track, overwrite=overwrite)
 
 
 def unroute(
@@ -119,13 +121,14 @@ def unroute(
     Raises:
         CheckpointError: If this is no routed checkpoint, or the output cannot be written.
     """
-    checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
-    refuse_fused(checkpoint.path, manifest)
+    folder = open_folder(Path(routed))
+    refuse_fused(folder)
+    manifest = folder.manifest
     if manifest.routing is None:
         raise CheckpointError(Problem("model-unrouted", routed))
     if len(manifest.expansions) > 1:
         raise PlanError(Problem("router-needed", routed, names=list(manifest.expansions)))
-    return _write(checkpoint, manifest, None, Path(output), base_weights, track, overwrite=overwrite)
+    return _write(folder, None, Path(output), base_weights, track, overwrite=overwrite)
 
 
 def set_routing(routed: str | Path, routing: Router) -> None:
@@ -139,35 +142,33 @@ def set_routing(routed: str | Path, routing: Router) -> None:
         PlanError: If the numbers make no sense.
         CheckpointError: If this is no routed checkpoint, or one with another router, or it cannot be written.
     """
-    checkpoint, manifest = open_checkpoint(Path(routed)), read_manifest(Path(routed))
+    folder = open_folder(Path(routed))
+    manifest = folder.manifest
     routing = router_for(routing, len(manifest.expansions))
-    refuse_fused(checkpoint.path, manifest)
+    refuse_fused(folder)
     before, names = manifest.routing, tuple(manifest.expansions)
     if before is None:
         raise CheckpointError(Problem("model-unrouted", routed))
     if before.router != routing.router or before.paths(names) != routing.paths(names):
         values = {"router": describe_router(before), "wanted": describe_router(routing)}
         raise CheckpointError(Problem("router-other", routed, **values))
-    check_numbering(checkpoint, manifest)
-    if not isinstance(settings := checkpoint.config[CONFIG_KEY].get(ROUTER_KEY), dict):
-        place = f"{checkpoint.path / CONFIG_FILE}: {CONFIG_KEY}.{ROUTER_KEY}"
+    if not isinstance(settings := folder.config[CONFIG_KEY].get(ROUTER_KEY), dict):
+        place = f"{folder.path / CONFIG_FILE}: {CONFIG_KEY}.{ROUTER_KEY}"
         raise CheckpointError(Problem("config-specs", place, value=settings))
-    text = read_text(checkpoint, CONFIG_FILE)
+    text = read_text(folder, CONFIG_FILE)
     try:
-        write_json(checkpoint.path / CONFIG_FILE, with_router(checkpoint.config, routing))
-        write_json(checkpoint.path / MANIFEST_FILE, replace(manifest, routing=routing).to_json())
+        write_router(folder.path, folder, routing)
     except BaseException as error:
         # the two say the same, or nothing has changed
         with contextlib.suppress(OSError):
-            write_text(checkpoint.path / CONFIG_FILE, text)
+            write_text(folder.path / CONFIG_FILE, text)
         if not isinstance(error, OSError):
             raise
         raise CheckpointError(Problem("folder-unwritable", routed, error=error.strerror or error)) from error
 
 
 def _write(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     routing: Router | None,
     target: Path,
     base_weights: BaseWeights,
@@ -175,29 +176,27 @@ def _write(
     *,
     overwrite: bool,
 ) -> Routed:
-    """Write a checkpoint with a router or without; every file but config and record is taken over as a file."""
-    refuse_linked(checkpoint.path, manifest)
-    left_behind = checkpoint.left_behind
-    config = with_router(checkpoint.config, routing)
-    files = [file for file in (*checkpoint.shards, *checkpoint.side_files) if file not in left_behind]
-    contents: dict[str, Content] = {file: checkpoint.path / file for file in files}
-    contents |= {CONFIG_FILE: as_json(config), MANIFEST_FILE: as_json(replace(manifest, routing=routing).to_json())}
-    check_target(target, [checkpoint.path], overwrite=overwrite)
-    check_space(target, needed_bytes(contents, base_weights))
-    refuse_damaged(checkpoint, manifest, track)
-    state = {"route": config, "base_weights": base_weights}
-    with (
-        staged(target, state, checkpoint.stamps, overwrite=overwrite) as partial,
-        track("files", total_bytes(contents)) as advance,
-    ):
-        lay_out(contents, partial, base_weights, advance)
+    """Write a folder with a router or without; every file but config and record is taken over as a file."""
+    manifest = folder.manifest
+    refuse_linked(folder)
+    left_behind = folder.left_behind
+    left = (*left_behind, CONFIG_FILE)
+    files = {file: folder.path / file for file in (*folder.shards, *folder.side_files) if file not in left}
+    check_target(target, [folder.path], overwrite=overwrite)
+    check_space(target, needed_bytes(files, base_weights))
+    refuse_damaged(folder, track)
+    state = {"route": with_router(folder.config, routing), "base_weights": base_weights}
+    with staged(target, state, folder.stamps, overwrite=overwrite) as partial:
+        with track("files", total_bytes(files)) as advance:
+            lay_out(files, partial, base_weights, advance)
+        write_router(partial, folder, routing)
     return Routed(
         path=target,
         base_name=manifest.base_name,
         routing=routing,
         forks=() if routing is None else _forks(manifest),
         layers=manifest.first_plan.sizes.layers,
-        bytes_written=0 if base_weights == "link" else sum(bytes_of(contents[shard]) for shard in checkpoint.shards),
+        bytes_written=0 if base_weights == "link" else sum(bytes_of(files[shard]) for shard in folder.shards),
         left_out=left_behind,
     )
 

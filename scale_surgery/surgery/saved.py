@@ -32,7 +32,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.trainer_files import LeftBehind, chat_template, read_left_behind
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import MOST_LINES, CheckpointError, Problem
-from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.folder import Folder
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Track
@@ -60,17 +60,15 @@ class Trained:
 
     Attributes:
         name: What it is called.
-        checkpoint: The folder that holds the base's tensors: the expanded one, or the base.
+        checkpoint: What holds the base's tensors: the expanded `Folder`, or its base, from which it was planned again.
         plans: How it was expanded, by the names of the expansions.
         config: Its config.json.
-        manifest: surgery.json of the expanded folder; None where it was planned again.
     """
 
     name: str
     checkpoint: Checkpoint
     plans: Mapping[str, Plan]
     config: Mapping[str, Any]
-    manifest: Manifest | None = None
 
     @property
     def first_plan(self) -> Plan:
@@ -81,9 +79,9 @@ class Trained:
     def base_tensors(self) -> Mapping[str, TensorInfo]:
         """The base's tensors, in the order of their files."""
         tensors = self.checkpoint.tensors
-        if self.manifest is None:
+        if not isinstance(self.checkpoint, Folder):
             return tensors
-        return {name: info for name, info in tensors.items() if name in self.manifest.base_tensors}
+        return {name: info for name, info in tensors.items() if name in self.checkpoint.manifest.base_tensors}
 
     @cached_property
     def planned(self) -> dict[str, TensorPlan]:
@@ -137,7 +135,7 @@ def _refuse_other_forms(name: str, checkpoint: Checkpoint) -> None:
         refuse_form(name, "base", "saved")
     if specs[0].get("fused"):
         refuse_form(name, "fused", "saved")
-    files = (checkpoint.manifest or {}).get("base_files")
+    files = (checkpoint.recorded or {}).get("base_files")
     entries = files.values() if isinstance(files, dict) else ()
     stored = [entry.get("stored_as") for entry in entries if isinstance(entry, dict)]
     # one that a trainer wrote into an expanded folder has another layout than its surgery.json

@@ -79,7 +79,7 @@ def write_samples_of(
         alone = expansion_disabled(speaker.network) if subject.is_expanded else nullcontext()
         with alone, translated("model-not-run", subject.name):
             # as in training with a base that is not quantised
-            base = [*identity_in(subject.path, subject.manifest), None]
+            base = [*identity_in(subject.checkpoint), None]
             drawn_of = made_of(speaker.network, base, begins, sampling, tokenizer)
             own = kept_or_drawn(
                 lambda: sample_texts(speaker.network, begins, sampling, tokenizer, track), drawn_of, None, track

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.expansions import BASE_NAME, path_names
-from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.evidence.eval_targets import Subject, open_subjects
@@ -233,7 +232,7 @@ def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Trac
 
 def _specs(subject: Subject) -> Any:
     """Return the expansion's entry in config.json."""
-    return open_checkpoint(subject.path).config.get(CONFIG_KEY, {})
+    return subject.checkpoint.config.get(CONFIG_KEY, {})
 
 
 def _problems(subject: Subject, settings: GenerationSettings, *, compare: bool) -> Iterator[Problem]:

@@ -128,7 +128,7 @@ class Initialiser:
         """Read the base's tokenizer from its file, or from the text that an expanded folder remembers."""
         from tokenizers import Tokenizer
 
-        replaced = {} if self.checkpoint.manifest is None else self.checkpoint.manifest["replaced"]
+        replaced = {} if self.checkpoint.recorded is None else self.checkpoint.recorded["replaced"]
         return Tokenizer.from_str(replaced.get(TOKENIZER_FILE) or read_text(self.checkpoint, TOKENIZER_FILE))
 
 

@@ -21,7 +21,7 @@ from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import DataError, Problem, TrainingError, counted, problems_of
-from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.folder import Folder
 from scale_surgery.progress import Finding, Progress, Track
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
@@ -100,8 +100,7 @@ def sampling_of(settings: TrainingSettings, batches: int, sequence: int, length:
 
 def write_own_text(
     model: Any,
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     tokenizer: Any,
     settings: TrainingSettings,
     batches: int,
@@ -109,8 +108,8 @@ def write_own_text(
     track: Track,
 ) -> OwnText:
     """Let the base write its rehearsal text, or find the text of an earlier run."""
-    name, prompts = checkpoint.path.name, settings.rehearsal_prompts
-    context = {name: context_of(checkpoint.config)}
+    name, prompts = folder.path.name, settings.rehearsal_prompts
+    context = {name: context_of(folder.config)}
     sequence = choose_length(settings.sequence_length, context)
     length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
     sampling = sampling_of(settings, batches, sequence, length)
@@ -122,7 +121,7 @@ def write_own_text(
         with quiet_transformers():
             return sample_base(model, begins, sampling, tokenizer, track)
 
-    base = [*identity_of(manifest), settings.base_quantization]
+    base = [*identity_of(folder.manifest), settings.base_quantization]
     own = kept_or_drawn(draw, made_of(model, base, begins, sampling, tokenizer), cache, track)
     return own if prompts else replace(own, texts=as_documents(own.texts, tokenizer))
 

@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import DataError, counted
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.parts import hash_parts
 from scale_surgery.folder.record import Manifest, tool_versions
 from scale_surgery.progress import Finding, Track
@@ -65,13 +66,12 @@ def identity_of(manifest: Manifest, hashes: Mapping[str, str] | None = None) -> 
     return [sorted((manifest.base_hashes if hashes is None else hashes).items()), sorted(texts.items())]
 
 
-def identity_in(path: Path, manifest: Manifest | None) -> list[Any]:
-    """Return the same identity for a folder, expanded or not; its base tensors are read and hashed."""
-    checkpoint = open_checkpoint(path)
-    if manifest is not None:
-        return identity_of(manifest, hash_parts(checkpoint, manifest, manifest.base_tensors))
-    texts = {name: hash_file(path / name) for name in checkpoint.side_files if _decides(name)}
-    return [sorted(hash_tensors(checkpoint, list(checkpoint.tensors)).items()), sorted(texts.items())]
+def identity_in(model: Checkpoint) -> list[Any]:
+    """Return the same identity for a base, or for the base of a folder; its tensors are read and hashed."""
+    if isinstance(model, Folder):
+        return identity_of(model.manifest, hash_parts(model, model.manifest.base_tensors))
+    texts = {name: hash_file(model.path / name) for name in model.side_files if _decides(name)}
+    return [sorted(hash_tensors(model, list(model.tensors)).items()), sorted(texts.items())]
 
 
 def _decides(file: str) -> bool:

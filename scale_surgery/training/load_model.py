@@ -7,15 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
-from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.expansions import ROUTER_KEY
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.folder.config import written_config
-from scale_surgery.folder.folder import open_expansion
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.parts import link_base
-from scale_surgery.folder.record import Manifest
 from scale_surgery.planning.methods import refuse
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.running.in_memory import InMemory
@@ -26,50 +24,44 @@ from scale_surgery.training.arguments import choose_precision, is_cpu
 from scale_surgery.training.settings import GROUPS, Quantisation, TrainingSettings, groups_problem
 
 
-def load_to_train(checkpoint: Checkpoint, settings: TrainingSettings, run: RunOptions) -> Any:
+def load_to_train(folder: Folder, settings: TrainingSettings, run: RunOptions) -> Any:
     """Load a model for training: trained parameters in float32, all others frozen in the dtype of the base.
 
     That is their stored dtype, or float32 if `choose_precision` widens it.
     """
     kind = settings.base_quantization
-    widens = choose_precision(checkpoint.running_dtype, settings, run).widens
-    model = _load(checkpoint, run, widens=widens) if kind is None else _load_quantised(checkpoint, kind, run)
-    others = [name for name in getattr(model, "expansions", ()) if name not in names_in(checkpoint)]
+    widens = choose_precision(folder.running_dtype, settings, run).widens
+    model = _load(folder, run, widens=widens) if kind is None else _load_quantised(folder, kind, run)
+    others = [name for name in getattr(model, "expansions", ()) if name not in folder.manifest.expansions]
     for name in others:
         # other expansions do not train, and would take memory
         model.delete_expansion(name)
     if others:
-        model.set_expansion(*names_in(checkpoint))
+        model.set_expansion(*folder.manifest.expansions)
     freeze_base(model)
     train_in_float32(model)
     for part in expansion_parts(model):
         part.parameter.requires_grad_(part.group in settings.groups)
     if _is_trapped(model):
-        raise TrainingError(Problem("copies-stay-equal", checkpoint.path))
-    if ROUTER_KEY in checkpoint.config[CONFIG_KEY]:
+        raise TrainingError(Problem("copies-stay-equal", folder.path))
+    if ROUTER_KEY in folder.config[CONFIG_KEY]:
         model.enable_routing(settings.routed)
     if settings.routed and _is_base_everywhere(model):
-        raise TrainingError(Problem("router-gives-base", checkpoint.path))
+        raise TrainingError(Problem("router-gives-base", folder.path))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         present = {part.group for part in expansion_parts(model)}
-        raise TrainingError(groups_problem(checkpoint.path, settings, [group for group in GROUPS if group in present]))
+        raise TrainingError(groups_problem(folder.path, settings, [group for group in GROUPS if group in present]))
     return model
 
 
-def names_in(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the expansions in config.json; the folder may hold others."""
-    entries = specs_of_expansions(checkpoint.config[CONFIG_KEY])
-    return [str(entry["name"]) for entry in entries if "name" in entry]
-
-
-def _load(checkpoint: Checkpoint, run: RunOptions, *, widens: bool) -> Any:
+def _load(folder: Folder, run: RunOptions, *, widens: bool) -> Any:
     options: dict[str, Any] = {"dtype": "float32"} if widens else {}
-    with quiet_transformers(), translated("model-not-loaded", checkpoint.path.name):
-        make = model_class(checkpoint, run).from_pretrained
-        return make(checkpoint.path, trust_remote_code=run.trust_remote_code, **options)
+    with quiet_transformers(), translated("model-not-loaded", folder.path.name):
+        make = model_class(folder, run).from_pretrained
+        return make(folder.path, trust_remote_code=run.trust_remote_code, **options)
 
 
-def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantisation | None, run: RunOptions) -> None:
+def check_quantisation(folder: Folder, kind: Quantisation | None, run: RunOptions) -> None:
     """Refuse a quantised base if the expansion, the launch or the installation does not support it."""
     from accelerate.utils import parse_flag_from_env
 
@@ -77,30 +69,29 @@ def check_quantisation(checkpoint: Checkpoint, manifest: Manifest, kind: Quantis
         return
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise TrainingError(Problem("quantisation-with-fsdp", "--base-quantization", kind=kind))
-    refuse(manifest.plan.method, "quantised", checkpoint.path)
-    if run.trust_remote_code or manifest.plan.architecture.own_code:
+    refuse(folder.manifest.plan.method, "quantised", folder.path)
+    if run.trust_remote_code or folder.manifest.plan.architecture.own_code:
         raise TrainingError(Problem("quantisation-with-own-code", "--base-quantization", kind=kind))
     if find_spec("bitsandbytes") is None:
         raise TrainingError(Problem("quantisation-without-package", "--base-quantization", kind=kind))
 
 
-def _load_quantised(checkpoint: Checkpoint, kind: Quantisation, run: RunOptions) -> Any:
-    """Load the base of a checkpoint quantised, and add the expansion to it."""
+def _load_quantised(folder: Folder, kind: Quantisation, run: RunOptions) -> Any:
+    """Load the base of a folder quantised, and add the expansion to it."""
     from accelerate import PartialState
 
-    _, manifest = open_expansion(checkpoint.path, *names_in(checkpoint))
-    with TemporaryDirectory() as folder:
-        link_base(checkpoint.path, Path(folder), manifest)
-        with quiet_transformers(), translated("model-not-loaded", checkpoint.path.name):
-            base = auto_class_of(checkpoint.config).from_pretrained(
-                folder,
-                quantization_config=_quantisation(kind, checkpoint.running_dtype),
+    plan = folder.manifest.plan
+    with TemporaryDirectory() as scratch:
+        link_base(folder, Path(scratch))
+        with quiet_transformers(), translated("model-not-loaded", folder.path.name):
+            base = auto_class_of(folder.config).from_pretrained(
+                scratch,
+                quantization_config=_quantisation(kind, folder.running_dtype),
                 device_map={"": PartialState(cpu=is_cpu(run)).device},
             )
-    config = written_config(manifest, base.config.to_dict())
-    tensors = {tensor.name: checkpoint.tensors[tensor.name] for tensor in manifest.plan.tensors}
-    stored = StoredExpansion(checkpoint.path.name, checkpoint.path, tensors, config)
-    return put_expansion(base, stored, manifest.plan.request.name)
+    config = written_config(folder.manifest, base.config.to_dict())
+    tensors = {tensor.name: folder.tensors[tensor.name] for tensor in plan.tensors}
+    return put_expansion(base, StoredExpansion(folder.path.name, folder.path, tensors, config), plan.request.name)
 
 
 def _quantisation(kind: Quantisation, dtype: str) -> Any:
@@ -115,19 +106,20 @@ def _quantisation(kind: Quantisation, dtype: str) -> Any:
     return make(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=computed)
 
 
-def check_reach(stored: InMemory, checkpoint: Checkpoint, manifest: Manifest) -> None:
+def check_reach(stored: InMemory, folder: Folder) -> None:
     """Refuse to train copies of layers while their zero output tensors stay frozen: nothing would reach the output."""
+    manifest = folder.manifest
     if manifest.plan.numbering is None:
         return
     mute = [tensor.name for tensor in manifest.plan.method.guards(manifest.plan)]
-    hashes = hash_tensors(checkpoint, mute)
+    hashes = hash_tensors(folder, mute)
     if any(hashes[name] != manifest.expansion_tensors[name] for name in mute):
         return
     parts = {part.name: part for part in expansion_parts(stored.model)}
     ways_out = [parts[stored.places[manifest.plan.stored_name(name)].name] for name in mute]
     if not any(part.parameter.requires_grad for part in ways_out):
         needed = sorted({part.group for part in ways_out})
-        raise TrainingError(Problem("copies-stay-silent", checkpoint.path, groups=needed))
+        raise TrainingError(Problem("copies-stay-silent", folder.path, groups=needed))
 
 
 def _is_trapped(model: Any) -> bool:

@@ -123,7 +123,7 @@ def plan_candidates(
 ) -> tuple[Plan, int, Price]:
     """Return the plan of all candidates, the budget, and the price of any choice; check everything except the texts."""
     request = _checked(request, settings)
-    if CONFIG_KEY in checkpoint.config or checkpoint.manifest is not None:
+    if CONFIG_KEY in checkpoint.config or checkpoint.recorded is not None:
         refuse_form(source.path, "expanded", "base")  # layers are chosen before a model is expanded
     choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
     plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)

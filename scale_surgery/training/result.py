@@ -89,7 +89,7 @@ def describe_run(
         measured=last_measured(log),
         log=training.folder / LOG_FILE,
         curves=training.folder / CURVES_FILE,
-        left_out=training.checkpoint.left_out,
+        left_out=training.source.left_out,
     )
 
 

@@ -28,13 +28,15 @@ from scale_surgery.checkpoint.files import (
     write_tensors,
     write_text,
 )
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
+from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.hashes import changed_tensors
-from scale_surgery.checkpoint.names import INDEX_FILE, LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import Problem, TrainingError
-from scale_surgery.folder.layout import lay_out, total_bytes
+from scale_surgery.folder.folder import Folder, open_folder
+from scale_surgery.folder.layout import lay_out, tensors_in, total_bytes
 from scale_surgery.folder.record import read_manifest
+from scale_surgery.folder.write import write_index, write_record
 from scale_surgery.planning.plan import SHARD_STEM
 from scale_surgery.progress import Track
 from scale_surgery.running.in_memory import InMemory
@@ -82,19 +84,22 @@ class TrainingRun:
 
     Attributes:
         target: The folder.
-        checkpoint: The expanded checkpoint that is trained.
-        name: Name of the expansion.
+        source: The folder that is trained, as if it held this expansion alone.
         decisive: Everything that decides the result; a resumed run must have the same.
         record: The run's entry in surgery.json, without its log.
         stored: The trained model, with the names of its stored tensors.
     """
 
     target: Path
-    checkpoint: Checkpoint
-    name: str
+    source: Folder
     decisive: Mapping[str, Any]
     record: Mapping[str, Any]
     stored: InMemory
+
+    @property
+    def name(self) -> str:
+        """Name of the expansion."""
+        return self.source.manifest.name
 
     @property
     def folder(self) -> Path:
@@ -113,13 +118,13 @@ class TrainingRun:
 
     def begin(self, base_weights: BaseWeights, track: Track, *, overwrite: bool) -> None:
         """Write the folder, with the expansion before the first step."""
-        # the checkpoint may be a view of one expansion, but all are copied
-        source = replace(open_checkpoint(self.checkpoint.path), stamps=self.checkpoint.stamps)
-        base_shards = {entry.stored_as for entry in read_manifest(source.path).base_files.values()}
+        # one expansion is trained, but all are copied
+        source = self.source.of_all
+        base_files = {entry.stored_as for entry in source.manifest.base_files.values()}
         state = {"train": dict(self.decisive), "base_weights": base_weights}
         files = (*source.shards, *source.side_files, MANIFEST_FILE)
         taken = {file: source.path / file for file in files if not file.startswith(f"{TRAINING_FOLDER}/")}
-        base = {file: path for file, path in taken.items() if file in base_shards}
+        base = {file: path for file, path in taken.items() if file in base_files}
         stamps = {file: source.stamps[file] for file in taken.values()}
         with staged(self.target, state, stamps, overwrite=overwrite, is_locked=True) as partial:
             with track("files", total_bytes(taken)) as advance:
@@ -156,13 +161,13 @@ class TrainingRun:
         if verification is not None and str(verification.get("date")) > self.record["begun"]:
             verification = None
         written = replace(manifest, expansions=expansions, verification=verification)
-        write_json(folder / MANIFEST_FILE, written.to_json())
+        write_record(folder, written)
 
     def _sums(self) -> dict[str, str]:
         """Return the sha256 of the tensors that the run changed."""
-        expansion = read_manifest(self.target).expansions[self.name]
-        names = [tensor.name for tensor in expansion.plan.tensors]
-        return changed_tensors(open_checkpoint(self.target), names, expansion.tensors)
+        trained = open_folder(self.target)
+        expansion = trained.manifest.expansions[self.name]
+        return changed_tensors(trained, [tensor.name for tensor in expansion.plan.tensors], expansion.tensors)
 
     def draw(self, log: Log) -> None:
         """Draw the curves, only once: a figure takes as long as many steps of a small model."""
@@ -202,20 +207,21 @@ def publish_tensors(target: Path, name: str, trained: Path, step: str, model: In
 
     from scale_surgery.tensors.initialise import TORCH_DTYPES
 
-    checkpoint = open_checkpoint(target)
-    plan, stem = read_manifest(target).expansions[name].plan, f"{SHARD_STEM}{name}-"
-    index = read_json(target / INDEX_FILE)
+    folder = open_folder(target)
+    plan, stem = folder.manifest.expansions[name].plan, f"{SHARD_STEM}{name}-"
+    before = {folder.tensors[tensor.name].file for tensor in plan.tensors}
+    shards = [shard for shard in folder.shards if shard not in before]
     with safe_open(trained, framework="pt") as file:
         for shard in plan.shards:
             held = [tensor.name for tensor in plan.tensors if tensor.shard == shard]
-            dtypes = {plan.stored_name(key): TORCH_DTYPES[checkpoint.tensors[key].dtype] for key in held}
+            dtypes = {plan.stored_name(key): TORCH_DTYPES[folder.tensors[key].dtype] for key in held}
             # cast once, to their dtype in the folder
             tensors = {key: tensor.to(dtypes[key]) for key, tensor in model.tensors(file.get_tensor, dtypes)}
             published = shard.replace(stem, stem + step)
             write_tensors(target / published, {key: tensors[key] for key in dtypes})
-            index["weight_map"] |= dict.fromkeys(dtypes, published)
-    write_json(target / INDEX_FILE, index)
+            shards.append(published)
+    write_index(target, tensors_in(target, shards))
     for written in target.glob(f"{stem}*.safetensors"):
-        if written.name not in index["weight_map"].values():
+        if written.name not in shards:
             written.unlink()
     remove_unfinished(target)

@@ -26,15 +26,9 @@ from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, Problem, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
-from scale_surgery.folder.folder import open_expansion
+from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
 from scale_surgery.folder.parts import tokenizer_alone
-from scale_surgery.folder.record import (
-    Manifest,
-    check_numbering,
-    refuse_fused,
-    refuse_linked,
-    tool_versions,
-)
+from scale_surgery.folder.record import tool_versions
 from scale_surgery.progress import Steps, Track, no_track
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.options import RunOptions
@@ -124,8 +118,8 @@ def train(
     path, settings = Path(expanded), settings or TrainingSettings()
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
-    checkpoint, manifest = _open(path, settings)
-    settings = with_rate(settings, manifest.plan)
+    folder = _open(path, settings)
+    settings = with_rate(settings, folder.manifest.plan)
     files = _sources(data, eval_data, settings)
     # these imports take seconds, so the checks above come first
     from scale_surgery.running.loading import quiet_transformers
@@ -138,42 +132,40 @@ def train(
         from scale_surgery.training.trainer import RunReport
     check_device(run)
     reports = find_reports(start.report_to)
-    _check_ways(checkpoint, manifest, settings, run)
-    _check_target(target, checkpoint, files, settings, start)
+    _check_ways(folder, settings, run)
+    _check_target(target, folder, files, settings, start)
     processes = _join(run)
     if is_cpu(run):
         keep_freed_memory()
     with locked(target) if processes.is_main_process else nullcontext():
-        _check_files(checkpoint, manifest, processes, run, track)
-        texts = read_texts(
-            checkpoint, manifest, files, settings, run, cache=start.cache_dir, processes=processes, track=track
-        )
-        precision = choose_precision(checkpoint.running_dtype, settings, run)
+        _check_files(folder, processes, run, track)
+        texts = read_texts(folder, files, settings, run, cache=start.cache_dir, processes=processes, track=track)
+        precision = choose_precision(folder.running_dtype, settings, run)
         schedule = training_schedule(settings, texts["learn"], processes.num_processes)
         schedule = replace(schedule, precision=precision.reason)
         with track("loading", 1) as advance:
-            model = load_to_train(checkpoint, settings, run)
+            model = load_to_train(folder, settings, run)
             advance(1)
         samples = target / TRAINING_FOLDER / SAMPLES_FILE
         if settings.rehearses_itself:
-            tokenizer = tokenizer_alone(path, manifest, run)
+            tokenizer = tokenizer_alone(folder, run)
             if start.resume and samples.is_file():
                 own = OwnText(read_samples(samples), "of this run")
             else:
                 batches = schedule.steps * settings.gradient_accumulation * processes.num_processes
-                given = (checkpoint, manifest, tokenizer, settings, batches, start.cache_dir, track)
+                given = (folder, tokenizer, settings, batches, start.cache_dir, track)
                 own = made_by_one(processes, lambda: write_own_text(model.to(processes.device), *given))
             schedule = replace(schedule, rehearses=describe_rehearsal(settings, own.description))
-            texts[REHEARSAL] = as_learned(own.texts, settings, checkpoint)
-        decisive = _decisive(settings, checkpoint, manifest, texts, processes.num_processes)
+            texts[REHEARSAL] = as_learned(own.texts, settings, folder)
+        decisive = _decisive(settings, folder, texts, processes.num_processes)
         # a run may resume on another processor, which would choose another precision
         decisive |= {"precision": asdict(precision)}
         if start.resume:
             check_resumable(target, decisive)
-        stored = InMemory(model, [info.stored_as or name for name, info in checkpoint.tensors.items()])
-        check_reach(stored, checkpoint, manifest)
+        stored = InMemory(model, [info.stored_as or name for name, info in folder.tensors.items()])
+        check_reach(stored, folder)
         record = _record(model, settings, decisive)
-        training = TrainingRun(target, checkpoint, manifest.name, decisive, record, stored)
+        training = TrainingRun(target, folder, decisive, record, stored)
         if not start.resume and processes.is_main_process:
             training.begin(start.base_weights, track, overwrite=start.overwrite)
         if settings.rehearses_itself and processes.is_main_process and not samples.is_file():
@@ -193,13 +185,12 @@ def train(
     return describe_run(trainer, training, schedule, time.monotonic() - started)
 
 
-def _open(path: Path, settings: TrainingSettings) -> tuple[Checkpoint, Manifest]:
+def _open(path: Path, settings: TrainingSettings) -> Folder:
     """Open the expansion to train, in a folder with its own files."""
-    checkpoint, manifest = open_expansion(path, settings.name)
-    refuse_fused(path, manifest)
-    refuse_linked(path, manifest)
-    check_numbering(checkpoint, manifest)
-    return checkpoint, manifest
+    folder = open_folder(path).one(settings.name)
+    refuse_fused(folder)
+    refuse_linked(folder)
+    return folder
 
 
 def _sources(
@@ -213,12 +204,13 @@ def _sources(
     return files
 
 
-def _check_ways(checkpoint: Checkpoint, manifest: Manifest, settings: TrainingSettings, run: RunOptions) -> None:
+def _check_ways(folder: Folder, settings: TrainingSettings, run: RunOptions) -> None:
     """Check that this expansion supports the requested settings."""
-    check_quantisation(checkpoint, manifest, settings.base_quantization, run)
+    manifest = folder.manifest
+    check_quantisation(folder, settings.base_quantization, run)
     if settings.routed and manifest.routing is None:
-        raise TrainingError(Problem("router-missing", checkpoint.path, name=manifest.name))
-    check_gates(checkpoint.path, manifest.plan, settings)
+        raise TrainingError(Problem("router-missing", folder.path, name=manifest.name))
+    check_gates(folder.path, manifest.plan, settings)
 
 
 def _check_target(
@@ -253,15 +245,15 @@ def _join(run: RunOptions) -> PartialState:
     return processes
 
 
-def _check_files(checkpoint: Checkpoint, manifest: Manifest, processes: Any, run: RunOptions, track: Track) -> None:
+def _check_files(folder: Folder, processes: Any, run: RunOptions, track: Track) -> None:
     """Check the folder's bytes in one process, and raise its problems in all."""
     from accelerate.utils import broadcast_object_list
 
     problems: list[Any] = [()]
     if processes.is_main_process:
-        with track("check of files", bytes_to_check(checkpoint, manifest, None)) as advance:
-            integrity = check_files(checkpoint, manifest, None, advance)
-        problems[0] = _file_problems(checkpoint, integrity, run)
+        with track("check of files", bytes_to_check(folder, None)) as advance:
+            integrity = check_files(folder, None, advance)
+        problems[0] = _file_problems(folder, integrity, run)
     if processes.num_processes > 1:
         broadcast_object_list(problems)
     if problems[0]:
@@ -280,14 +272,14 @@ def _file_problems(checkpoint: Checkpoint, integrity: Integrity, run: RunOptions
 
 def _decisive(
     settings: TrainingSettings,
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     texts: Mapping[str, Sequences],
     processes: int,
 ) -> dict[str, Any]:
     """Return everything that decides the result; a resumed run must have the same."""
+    manifest = folder.manifest
     names = [tensor.name for tensor in manifest.plan.tensors]
-    hashes = repr(sorted(hash_tensors(checkpoint, names).items()))
+    hashes = repr(sorted(hash_tensors(folder, names).items()))
     return asdict(settings) | {
         "base": hashlib.sha256(repr(sorted(manifest.base_hashes.items())).encode()).hexdigest(),
         "expansion": hashlib.sha256(hashes.encode()).hexdigest(),

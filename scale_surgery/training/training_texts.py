@@ -15,12 +15,11 @@ from typing import Any
 
 from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.checkpoint.file_stat import Stamps, check_unchanged, take_stamps
-from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import CheckpointError, DataError, Problem
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.parts import base_tokenizer, tokenizer_alone
-from scale_surgery.folder.record import Manifest
 from scale_surgery.progress import Progress, Track, no_progress
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
@@ -123,8 +122,7 @@ class Reader:
 
 
 def read_texts(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
+    folder: Folder,
     files: Mapping[str, Sequence[str | Path]],
     settings: TrainingSettings,
     run: RunOptions,
@@ -134,11 +132,11 @@ def read_texts(
     track: Track,
 ) -> dict[str, Any]:
     """Read the token sequences to learn from ("learn"), and to measure on ("old", "new") if files are given."""
-    name = checkpoint.path.name
-    length = choose_length(settings.sequence_length, {name: context_of(checkpoint.config)})
-    tokenizer = tokenizer_alone(checkpoint.path, manifest, run)
-    of_base = base_tokenizer(checkpoint.path, manifest, tokenizer, run)
-    digest = digest_tokenizer(tokenizer, checkpoint.path)
+    name = folder.path.name
+    length = choose_length(settings.sequence_length, {name: context_of(folder.config)})
+    tokenizer = tokenizer_alone(folder, run)
+    of_base = base_tokenizer(folder, tokenizer, run)
+    digest = digest_tokenizer(tokenizer, folder.path)
     reader = Reader(tokenizer, digest, length, settings.packing, settings.learn_prompts)
     learned = [str(text) for text in files["learn"]]
     if cache is None and not _is_large(learned):
@@ -156,7 +154,7 @@ def read_texts(
                 texts[f"{BASE_NAME} {side}"] = stride(read, length, max(1, length // 2))
     for side, sequences in texts.items():
         called = "training" if side == "learn" else side
-        check_token_ids(name, sequences.highest, manifest.plan.vocabulary, f"the {called} text")
+        check_token_ids(name, sequences.highest, folder.manifest.plan.vocabulary, f"the {called} text")
     return texts
 
 

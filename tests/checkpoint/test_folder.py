@@ -33,7 +33,7 @@ def test_headers_say_what_safetensors_reads(base_of, tied, dtype):
     assert len(checkpoint.shards) > 1 if tied else checkpoint.shards == ("model.safetensors",)
     assert checkpoint.dtype == {"float32": "F32", "bfloat16": "BF16"}[dtype]
     assert checkpoint.config["model_type"] == "llama"
-    assert checkpoint.manifest is None
+    assert checkpoint.recorded is None
     wanted = {name: value for shard in checkpoint.shards for name, value in load_file(folder / shard).items()}
     assert set(wanted) == set(checkpoint.tensors)
     for name, value in wanted.items():

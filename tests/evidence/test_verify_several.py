@@ -20,10 +20,10 @@ from scale_surgery import (
     extract,
     verify,
 )
-from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.evidence.probes import compare_path, run_alone
 from scale_surgery.folder.check import check_integrity
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.prompts import Batch
 from tests.command import run
@@ -87,7 +87,7 @@ def test_it_keeps_what_it_promises(llama: Made, folder: Path) -> None:
 def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> None:
     """The control of `paths_as_alone`: no two of the models are equal."""
     batch = Batch(random_ids(2, 9), torch.ones(2, 9, dtype=torch.long))
-    runs = list(run_alone(open_checkpoint(folder), read_manifest(folder), NAMES, batch, 4, RunOptions("cpu")))
+    runs = list(run_alone(open_folder(folder), NAMES, batch, 4, RunOptions("cpu")))
     assert torch.equal(runs[1].logits, llama.alone("law")(batch.ids).logits.flatten(0, 1))
     for first in range(3):
         for second in range(3):
@@ -212,8 +212,8 @@ def test_each_byte_is_read_once(folder: Path) -> None:
     total, read = bars["check of files"]
     # headers of shards are read as they are in the extract, which names tensors shorter
     assert 0.9 * total < read <= total
-    checkpoint, record = open_checkpoint(folder), read_manifest(folder)
-    assert check_integrity(checkpoint, record).hashes == hash_tensors(checkpoint, record.base_tensors)
+    opened = open_folder(folder)
+    assert check_integrity(opened).hashes == hash_tensors(opened, opened.manifest.base_tensors)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from scale_surgery import Probes, Request, RunOptions, TrainingSettings, expand, merge, train, verify
 from scale_surgery.biographies import biography, people, questions
-from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.training.load_model import load_to_train
 from tests.command import run
 from tests.conftest import digests, shake
@@ -138,7 +138,7 @@ def test_a_quantised_base_keeps_its_bytes(learned: Path) -> None:
     pytest.importorskip("bitsandbytes")
     settings = TrainingSettings(base_quantization="nf4")
     ids = torch.arange(5, 37)[None]
-    model = load_to_train(open_checkpoint(learned), settings, RunOptions(device="cpu")).eval()
+    model = load_to_train(open_folder(learned), settings, RunOptions(device="cpu")).eval()
     with torch.no_grad():
         trained = model(ids).logits
         with model.expansion_disabled():

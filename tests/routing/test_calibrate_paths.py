@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from scale_surgery import CalibrationSettings
-from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.folder.check import check_integrity
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.folder.routers import is_even, router_of, weights_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
@@ -138,10 +138,10 @@ def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: P
     plot = ["-o", tmp_path / "plot.svg"]
     content = json.loads(run("route-calibrate", folder, *texts, *asked, *plot, "--write", "--json").stdout)
     assert content["written"] is True and (tmp_path / "plot.svg").stat().st_size > 10_000
-    checkpoint, record = open_checkpoint(folder), read_manifest(folder)
-    assert checkpoint.config["scale_surgery"]["router"] == content["proposed"]["routing"]
-    assert record.routing == router_of(checkpoint.config["scale_surgery"])
-    assert not check_integrity(checkpoint, record).problems
+    written = open_folder(folder)
+    assert written.config["scale_surgery"]["router"] == content["proposed"]["routing"]
+    assert written.manifest.routing == router_of(written.config["scale_surgery"])
+    assert not check_integrity(written).problems
     model = load(folder)
     assert model.choice.router.settings == content["proposed"]["routing"]
     # the control: the folder that it was copied from is another

@@ -26,6 +26,7 @@ from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import INDEX_FILE
 from scale_surgery.errors import Problem
 from scale_surgery.folder.check import check_integrity
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
 from tests.conftest import edited, flip, problems, shake
 
@@ -163,13 +164,13 @@ def test_every_byte_is_read_once(expanded: Path) -> None:
     """A changed byte of a shard is named twice, as its tensor's and as its file's, and the shard is read once."""
     flip(expanded / BASE_SHARD)
     seen: list[int] = []
-    manifest = read_manifest(expanded)
-    report = check_integrity(open_checkpoint(expanded), manifest, lambda done, note="": seen.append(done))
+    folder = open_folder(expanded)
+    report = check_integrity(folder, lambda done, note="": seen.append(done))
     assert [problem.code for problem in report.base] == ["tensor-changed", "base-file-changed"]
     assert report.base[1] == Problem("base-file-changed", BASE_SHARD, file="model.safetensors")
-    assert list(report.hashes) == list(manifest.base_tensors)
-    files = [file for file in manifest.base_files.values() if file.stored_as is not None]
-    blocks = sum(tensor.bytes for tensor in manifest.planned.values())
+    assert list(report.hashes) == list(folder.manifest.base_tensors)
+    files = [file for file in folder.manifest.base_files.values() if file.stored_as is not None]
+    blocks = sum(tensor.bytes for tensor in folder.manifest.planned.values())
     assert sum(seen) == sum((expanded / str(file.stored_as)).stat().st_size for file in files) + blocks
 
 

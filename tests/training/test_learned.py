@@ -27,10 +27,9 @@ from scale_surgery import (
     train,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
-from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate import evaluate
-from scale_surgery.folder.record import read_manifest
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.learning.estimate import count_tokens
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.progress import no_track
@@ -79,8 +78,7 @@ def read(
     files = {"learn": [f"{place}/{text}" for text in texts]}
     state = PartialState(cpu=True)
     sequences = read_texts(
-        open_checkpoint(place / "wide"),
-        read_manifest(place / "wide"),
+        open_folder(place / "wide"),
         files,
         settings,
         RunOptions(),

@@ -14,6 +14,7 @@ import torch
 from scale_surgery import Request, RunOptions, TrainingError, TrainingSettings, TrainingStart, expand, strip, train
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.device import has_bfloat16
 from scale_surgery.training import arguments
@@ -78,7 +79,7 @@ def test_a_run_says_and_records_it(place: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(arguments, "has_bfloat16", lambda device: has)
     said: list[Any] = []
     data, start = [place / "new.jsonl"], TrainingStart(announce=said.append)
-    model = load_to_train(open_checkpoint(place / "wide"), SETTINGS, CPU)
+    model = load_to_train(open_folder(place / "wide"), SETTINGS, CPU)
     assert model.model.embed_tokens.weight.dtype == (torch.bfloat16 if has else torch.float32)
     output = train(place / "wide", data, tmp_path / "out", SETTINGS, start=start, run=CPU).path
     reason = "autocast to bfloat16, as the base is stored" if has else "no instructions for bfloat16"

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from scale_surgery import Request, expand, train, verify
-from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.options import RunOptions
 from scale_surgery.training.load_model import load_to_train
@@ -50,7 +50,7 @@ def test_a_run_on_four_bits_writes_the_expansion_beside_the_base_s_own_bytes(tmp
 def test_what_trains_is_the_expansion_on_the_quantised_base(pair_of, kind):
     pytest.importorskip("bitsandbytes")
     made, settings = pair_of("llama", "adapt"), TrainingSettings(base_quantization=kind)
-    model = load_to_train(open_checkpoint(made.path), settings, RunOptions(device="cpu")).eval()
+    model = load_to_train(open_folder(made.path), settings, RunOptions(device="cpu")).eval()
     base = load(made.base_path, quantization_config=transformers.BitsAndBytesConfig(**QUANTISATIONS[kind]))
     with model.expansion_disabled():
         assert torch.equal(model(IDS).logits, base(IDS).logits)
