@@ -108,7 +108,7 @@ class Meter:
 
     def measure_subject(self, subject: Subject, advance: Progress) -> list[MeasuredRow]:
         """Measure a model; for an expanded one also each part alone, and last its base."""
-        with loaded_whole(subject.path, subject.name, self.run) as model:
+        with loaded_whole(subject.checkpoint, subject.name, self.run) as model:
             if not subject.is_expanded:
                 score = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
                 return [self._measure(model, score, advance)]

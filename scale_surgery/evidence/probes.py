@@ -215,7 +215,7 @@ def probe(
         for run_of_path in run_alone(folder, names, batch, probes.max_new_tokens, run, known):
             alone.append(run_of_path)
             advance(1)
-        with loaded(folder.path, run) as (model, problems), translated(*RUNNING):
+        with loaded(folder, run) as (model, problems), translated(*RUNNING):
             problems = _unlike_base(model, problems, known)
             expanded = run_model(model, batch, sizes, probes.max_new_tokens, run.device)
             advance(1)

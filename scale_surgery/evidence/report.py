@@ -76,7 +76,7 @@ def report(
         tensors = tuple(comparison.changes(advance))
     streams = None
     if not files_only:
-        streams = compare_streams(path, manifest.name, files, plan.sizes.hidden, sequence_length, run, track)
+        streams = compare_streams(folder, files, sequence_length, run, track)
     state: Any = "trained" if any(tensor.is_trained for tensor in tensors) else "initial"
     return Report(
         path=path,

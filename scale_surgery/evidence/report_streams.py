@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.evidence.eval_targets import choose_lengths, open_subjects, sequences_of
 from scale_surgery.evidence.report_records import Streams
+from scale_surgery.folder.folder import Folder
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.drift import cosines, largest_difference
 from scale_surgery.running.freeze import base_states, expansion_disabled
@@ -29,15 +30,14 @@ if TYPE_CHECKING:
 
 
 def compare_streams(
-    path: Path,
-    name: str,
+    folder: Folder,
     texts: Sequence[str | Path],
-    width: int,
     sequence_length: int | None,
     run: RunOptions,
     track: Track,
 ) -> Streams:
     """Run an expanded model and the base inside it on probe text, and compare the base stream after each layer."""
+    path, plan = folder.path, folder.manifest.plan
     if texts:
         batches = _text_batches(path, texts, sequence_length, run)
         source = ", ".join(map(str, texts))
@@ -45,8 +45,8 @@ def compare_streams(
         batches, source = _prompt_batches(path, run)
     tokens = sum(int(batch.mask.sum()) for batch in batches)
     stored = replace(run, dtype=None)  # models are compared in their stored dtype
-    with track("base stream", tokens) as advance, loaded_whole(path, path.name, stored) as model:
-        layers, dtype = _compare(model, name, batches, width, advance)
+    with track("base stream", tokens) as advance, loaded_whole(folder.of_all, path.name, stored) as model:
+        layers, dtype = _compare(model, plan.request.name, batches, plan.sizes.hidden, advance)
         is_routed = bool(getattr(model, "is_routing_enabled", False))
     return Streams(layers, source, tokens, dtype, "adapt" if is_routed else "expanded")
 

@@ -205,7 +205,7 @@ def _to_sample(
     speed = None
     if base_bytes <= recipe.running.memory_bytes:
         rows = sampling.rows(len(begins))
-        with loaded_whole(checkpoint.path, recipe.model, recipe.running) as model:
+        with loaded_whole(checkpoint, recipe.model, recipe.running) as model:
             alone = expansion_disabled(model) if work.is_one_of_several else nullcontext()
             with alone, translated("model-not-run", recipe.model):
                 speed = tokens_per_second(model, begins[0], rows, tokenizer)

@@ -77,7 +77,7 @@ def route_report(
     length, step = choose_lengths([subject], sequence_length, step)
     files_read = _read(subject, documents, length, step)
     total = sum(len(reading.windows.ids) for reading in files_read)
-    with track("route-report", total) as advance, loaded_whole(subject.path, subject.name, run) as network:
+    with track("route-report", total) as advance, loaded_whole(subject.checkpoint, subject.name, run) as network:
         scores = [_score(network, reading.windows, run.windows(), advance) for reading in files_read]
     base = None if subject.manifest is None else subject.manifest.base_name
     base = base or f"{subject.name}, expansion disabled"

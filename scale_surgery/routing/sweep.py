@@ -68,7 +68,7 @@ def sweep_model(
     numbers = tuple(texts.numbers[row] for row in reading_order(texts.new))
     sides = (texts.old, texts.new, texts.short)
     total = sum(len(side.ids) for side in sides)
-    with loaded_whole(subject.path, subject.name, run) as model, track("read", total) as advance:
+    with loaded_whole(subject.checkpoint, subject.name, run) as model, track("read", total) as advance:
         old, new, short = (read_paths(model, side, run.windows(), advance) for side in sides)
         with model.expansion_disabled():
             of_base = tuple(measure(model, side, run.windows()) for side in texts.of_base)

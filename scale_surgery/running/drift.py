@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.errors import CheckpointError
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loading import RUNNING, translated
@@ -133,7 +134,7 @@ def cosines(a: Tensor, b: Tensor) -> Tensor:
 
 
 def measure_drift(
-    before: Path,
+    before: Path | Checkpoint,
     after: Path,
     probes: Probes = Probes(),
     *,
@@ -146,13 +147,13 @@ def measure_drift(
     from scale_surgery.running.tokenizer import forget_tokenizers
 
     run = replace(run.placed(), dtype=None)  # compare in the stored dtype
-    batch = encode_prompts(before, probes, run).batch
+    batch = encode_prompts(before if isinstance(before, Path) else before.path, probes, run).batch
     forget_tokenizers()
     runs = []
     with track("probe prompts", 2) as advance:
-        for path in (before, after):
-            with loaded(path, run) as (model, problems):
-                if path == after and problems:
+        for given in (before, after):
+            with loaded(given, run) as (model, problems):
+                if given is after and problems:
                     raise CheckpointError(*problems)
                 runs.append(_run(model, batch, probes.max_new_tokens, run.device))
                 # otherwise it would stay in memory until the next model is loaded

@@ -57,7 +57,7 @@ def load_config(path: Path, name: str, run: RunOptions = RunOptions()) -> Any:
 
 @contextmanager
 def loaded(
-    path: Path,
+    given: Path | Checkpoint,
     run: RunOptions = RunOptions(),
     *,
     renamed: Mapping[str, str] | None = None,
@@ -65,7 +65,8 @@ def loaded(
 ) -> Iterator[tuple[Any, list[Problem]]]:
     """Load a model as a user would, with the problems of its tensors. It is freed if no caller holds it."""
     free_memory()
-    checkpoint, run, title = open_checkpoint(path), run.placed(), name or path.name
+    checkpoint, run = open_checkpoint(given) if isinstance(given, Path) else given, run.placed()
+    path, title = checkpoint.path, name or checkpoint.path.name
     if left_over := left_over_quantisation(checkpoint.config, {info.dtype for info in checkpoint.tensors.values()}):
         raise CheckpointError(left_over.within(title))
     size = sum(info.bytes for info in checkpoint.tensors.values())
@@ -216,13 +217,13 @@ def is_strict(model: Any) -> bool:
 
 @contextmanager
 def loaded_whole(
-    path: Path, name: str, run: RunOptions = RunOptions(), *, renamed: Mapping[str, str] | None = None
+    given: Path | Checkpoint, name: str, run: RunOptions = RunOptions(), *, renamed: Mapping[str, str] | None = None
 ) -> Iterator[Any]:
     """Load a model completely into memory, and reject it if its tensors do not fit its class."""
     # streamed weights would be read again for each batch
     whole = replace(run, memory_bytes=sys.maxsize)
     with ExitStack() as stack:
-        model, problems = stack.enter_context(loaded(path, whole, renamed=renamed, name=name))
+        model, problems = stack.enter_context(loaded(given, whole, renamed=renamed, name=name))
         if problems:
             raise CheckpointError(Problem("model-unlike-files", name, *problems))
         yield model

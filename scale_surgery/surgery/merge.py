@@ -133,7 +133,7 @@ def merge(
         if to == "blocks":
             _check_blocks(source, partial, track)
         else:
-            drift = measure_drift(source, partial, probes, run=run, track=track)
+            drift = measure_drift(folder, partial, probes, run=run, track=track)
             _check_drift(partial, target, drift)
             if to == "fused":
                 write_record(partial, _fused_record(folder.manifest, remembered, drift))

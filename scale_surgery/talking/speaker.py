@@ -222,7 +222,7 @@ def loaded_speaker(subject: Subject, run: RunOptions = RunOptions(), track: Trac
     specs = _specs(subject)
     with ExitStack() as stack:
         with track("loading", 1) as advance:
-            network = stack.enter_context(loaded_whole(subject.path, subject.name, run))
+            network = stack.enter_context(loaded_whole(subject.checkpoint, subject.name, run))
             advance(1)
         # a fused model routes in its last norm, and does not expose it
         routing = None if subject.is_fused else router_of(specs)

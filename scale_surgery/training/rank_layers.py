@@ -90,7 +90,7 @@ def rank_layers(
     from scale_surgery.training.pilot import run_pilot
 
     device = choose_device(run.device, only_trains=True)
-    with loaded_whole(source.path, source.name, replace(run, device=device)) as network:
+    with loaded_whole(checkpoint, source.name, replace(run, device=device)) as network:
         pilot = run_pilot(network, plan.architecture, text, settings, steps, track)
     changes = {layer: pilot.changes[layer] for layer in plan.layers}
     proposed, tied = propose_layers(budget, changes, price)
