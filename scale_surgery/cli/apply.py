@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 )
 @click.option("--extract-revision", help="Branch, tag or commit of EXTRACT's Hub repository. Default: its main branch.")
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Accept a base with other tensors. surgery.json says so, and of all promises only recoverable is kept.",
-)
 @overwrite_options
 @run_options(code=TOKENIZER_CODE)
 @output_options
@@ -46,6 +41,6 @@ def apply_command(extract: str, base: str | None, output: Path, out: Output, **o
     from scale_surgery.show.tables_forms import render_applied
     from scale_surgery.surgery.apply import GivenBase, apply
 
-    given = GivenBase(base, options.pop("revision"), options.pop("force"))
+    given = GivenBase(base, options.pop("revision"))
     done = apply(extract, output, given, run=take_fields(RunOptions, options), track=out.track, **options)
     out.show(done, render_applied(done))

@@ -67,9 +67,6 @@ def judge(
     if manifest.fused is not None:
         drift = manifest.fused["drift"]
         shown = [promise if promise.name == "recoverable" else _fused(promise, drift) for promise in shown]
-    if len(manifest.expansions) == 1 and manifest.forced_base is not None:
-        base = manifest.forced_base
-        shown = [promise if promise.name == "recoverable" else _forced(promise, base) for promise in shown]
     return tuple(shown)
 
 
@@ -95,14 +92,6 @@ def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:
     """Withdraw a promise about logits: sums of a fused model run in another order."""
     measured = f"drift {drift['drift']:.3g} in {drift['dtype']} when it was merged"
     return replace(promise, claimed=False, evidence=f"fused: logits are its blocks' but for rounding, {measured}")
-
-
-def _forced(promise: Promise, forced: Mapping[str, Any]) -> Promise:
-    """Withdraw a promise about outputs: the expansion was put on another base by force."""
-    count, expected = len(forced["differing"]), forced["expected_name"]
-    differing = "1 tensor is not that" if count == 1 else f"{count} tensors are not those"
-    reason = f"put by --force on a base of which {differing} of {expected}"
-    return replace(promise, claimed=False, evidence=f"{reason}; {promise.evidence}")
 
 
 def _recoverable_evidence(integrity: Integrity) -> str:

@@ -134,12 +134,6 @@ def _notes(manifest: Manifest, comparison: Comparison, streams: Streams | None, 
             f"The start of {name_some(comparison.differing)} was made again and has another sha256 than the one that "
             "was written: another machine, device or release rounds the last bits another way. Changes hold up to that."
         )
-    if comparison.unknown:
-        name = (manifest.forced_base or {}).get("expected_name", "another base")
-        yield (
-            f"How {name_some(comparison.unknown)} started is not known: the expansion was made on {name} and put on "
-            "another base by force."
-        )
     if streams is not None and streams.path == "adapt":
         yield (
             "Routed: these numbers are of the adapt path, routing disabled; the preserve path always equals the base "

@@ -43,14 +43,12 @@ class Comparison:
         folder: The folder, as if it held this expansion alone.
         device: Device of the computation.
         differing: Tensors whose recomputed initial values have another sha256 than recorded.
-        unknown: Tensors with unknown initial values: they were made from another base tensor than the present one.
         spoiled: Tensors with NaN or infinity.
     """
 
     folder: Folder
     device: str
     differing: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
     spoiled: list[str] = field(default_factory=list)
     base_norms: dict[str, list[float]] = field(default_factory=dict)
 
@@ -73,10 +71,7 @@ class Comparison:
             self.spoiled.append(tensor.name)
         is_trained = self._is_trained(tensor)
         now = self._split(located, self._by_rows(tensor.block, stored))
-        start: Sequence[Tensor | None] = now
-        if is_trained:
-            made = self._start_of(tensor)
-            start = [None] * len(now) if made is None else self._split(located, self._by_rows(tensor.block, made))
+        start = self._split(located, self._by_rows(tensor.block, self._start_of(tensor))) if is_trained else now
         roles = linear.roles if linear is not None else (_place_of(self.plan, tensor),)
         base_norms = self._base_norms(located, tensor) or [None] * len(roles)
         originals = self._originals(located, tensor) or [None] * len(roles)
@@ -94,14 +89,10 @@ class Comparison:
         is_transposed = block == "weight" and value.dim() == 2 and self.plan.architecture.transposed
         return value.T if is_transposed else value
 
-    def _start_of(self, tensor: TensorPlan) -> Tensor | None:
-        """Return the initial values of a tensor; None if --force combined it with another base tensor."""
+    def _start_of(self, tensor: TensorPlan) -> Tensor:
+        """Return the initial values of a tensor."""
         from scale_surgery.checkpoint.shards import tensor_bytes
 
-        forced = (self.folder.manifest.forced_base or {}).get("differing", ())
-        if tensor.init not in ("zero", "random") and tensor.source in forced:
-            self.unknown.append(tensor.name)
-            return None
         start = self._initialiser.make(tensor)
         if hashlib.sha256(tensor_bytes(start)).hexdigest() != self.folder.manifest.expansion_tensors.get(tensor.name):
             self.differing.append(tensor.name)
@@ -181,13 +172,13 @@ def _measure(
     role: str,
     group: str,
     now: Tensor,
-    start: Tensor | None,
+    start: Tensor,
     base_norm: float | None,
     *,
     is_trained: bool,
 ) -> TensorChange:
     """Measure a matrix, or a vector as one column, against its initial values; an untrained tensor equals them."""
-    change = None if start is None else now.double() - start.double()
+    change = now.double() - start.double()
     values = _values(now)
     start_values = _values(start) if is_trained else values
     spectrum = None
@@ -201,7 +192,7 @@ def _measure(
         block=tensor.block,
         init=tensor.init,
         shape=tuple(now.shape)[: len(tensor.shape)],
-        norms=Norms(norm_of(now), _optional_norm(start), _optional_norm(change), base_norm),
+        norms=Norms(norm_of(now), norm_of(start), norm_of(change), base_norm),
         rank=_rank(values),
         start_rank=_rank(start_values),
         change_rank=_rank(_values(change)) if is_trained else None,
@@ -218,13 +209,9 @@ def _separation(copies: Tensor, original: Tensor) -> float | None:
     return norm_of(apart) / whole if whole else None
 
 
-def _optional_norm(tensor: Tensor | None) -> float | None:
-    return None if tensor is None else norm_of(tensor)
-
-
-def _values(matrix: Tensor | None) -> Tensor | None:
+def _values(matrix: Tensor) -> Tensor | None:
     """Return the singular values of a matrix; None for a vector, and for NaN or infinity."""
-    if matrix is None or matrix.dim() < 2 or min(matrix.shape) == 1 or not matrix.isfinite().all():
+    if matrix.dim() < 2 or min(matrix.shape) == 1 or not matrix.isfinite().all():
         return None
     return singular_values(matrix)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # values of a training log that a report plots
 CURVES = ("loss", "forgetting", "learning", "old_accuracy", "new_accuracy")
 # norms that add up as squares; None in one tensor makes the sum None
-ADDED = ("norm", "start_norm", "change", "base_norm")
+ADDED = ("norm", "start_norm", "change")
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Norms:
 
     Attributes:
         norm: Its norm.
-        start_norm: Its initial norm; None if the initial values are unknown.
-        change: Norm of the difference of the two; None if the initial values are unknown.
+        start_norm: Its initial norm.
+        change: Norm of the difference of the two.
         base_norm: Norm of the corresponding base weight; None if there is none, as for a norm or a bias.
     """
 
     norm: float
-    start_norm: float | None
-    change: float | None
+    start_norm: float
+    change: float
     base_norm: float | None
 
     @property
@@ -198,17 +198,16 @@ def _flat(row: dict[str, Any], norms: Norms) -> dict[str, Any]:
     return row | nested | derived
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
+def _ratio(part: float, whole: float | None) -> float | None:
+    return part / whole if whole else None
 
 
 def add_norms(parts: Iterable[Norms]) -> Norms:
     """Return the norms of several tensors taken as one: roots of the sums of squares."""
     listed = list(parts)
-    values = [[getattr(part, name) for part in listed] for name in ADDED]
-    norm, *rest = (None if None in column else math.hypot(*column) for column in values)
-    assert norm is not None
-    return Norms(norm, *rest)
+    norm, start, change = (math.hypot(*(getattr(part, name) for part in listed)) for name in ADDED)
+    base = [part.base_norm for part in listed if part.base_norm is not None]
+    return Norms(norm, start, change, math.hypot(*base) if len(base) == len(listed) else None)
 
 
 def by_layer(tensors: Iterable[TensorChange]) -> tuple[BlockChange, ...]:

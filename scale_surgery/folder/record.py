@@ -28,7 +28,7 @@ from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import RecordError, read_record_file, reading
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError
-from scale_surgery.folder.record_schema import Certificate, ForcedBase, Fused, Run, Size, check_headers
+from scale_surgery.folder.record_schema import Certificate, Fused, Run, Size, check_headers
 from scale_surgery.folder.routers import read_router
 from scale_surgery.modeling import is_ours
 from scale_surgery.modeling.expanded_routers import Router
@@ -82,7 +82,6 @@ class RecordEntry:
     tensors: Mapping[str, str]
     trained: Mapping[str, str] | None = None
     training: tuple[Run, ...] = ()
-    forced_base: ForcedBase | None = None
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,12 @@ class ExpansionRecord:
         tensors: sha256 of each of its tensors as it began.
         trained: sha256 of those that differ from that since the last training run; None where no run has ended.
         training: An entry for each training run: settings, data, steps, measurements.
-        forced_base: After `apply --force` on another base: the base that it was made on, and what differs.
     """
 
     plan: Plan
     tensors: Mapping[str, str]
     trained: Mapping[str, str] | None = None
     training: tuple[Mapping[str, Any], ...] = ()
-    forced_base: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,11 +158,6 @@ class Manifest:
     def training(self) -> tuple[Mapping[str, Any], ...]:
         """Training runs of the only expansion."""
         return self.expansions[self.name].training
-
-    @property
-    def forced_base(self) -> Mapping[str, Any] | None:
-        """The base on which the only expansion was made, where `apply --force` put it on another."""
-        return self.expansions[self.name].forced_base
 
     def with_expansion(self, **changes: Any) -> Manifest:
         """A copy with other values of the only expansion."""
@@ -240,7 +232,6 @@ class Manifest:
                 "tensors": record.tensors,
                 "trained": record.trained,
                 "training": record.training,
-                "forced_base": record.forced_base,
             }
             for name, record in self.expansions.items()
         }
@@ -326,7 +317,7 @@ def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, entry:
     both = [tensor.name for tensor in plan.tensors if tensor.name in base.tensors]
     if both:
         raise CheckpointError(*(Problem("record-tensor-both", file, tensor=tensor) for tensor in both))
-    return ExpansionRecord(plan, entry.tensors, entry.trained, entry.training, entry.forced_base)
+    return ExpansionRecord(plan, entry.tensors, entry.trained, entry.training)
 
 
 def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:

@@ -53,15 +53,6 @@ class Certificate(TypedDict):
 
 
 @open_record
-class ForcedBase(TypedDict):
-    """`forced_base`: the base that an expansion was made on."""
-
-    expected_name: str
-    differing: list[str]
-    expected_revision: NotRequired[str | None]
-
-
-@open_record
 class Run(TypedDict, total=False):
     """An entry of `training`."""
 

@@ -58,7 +58,6 @@ class CardFacts:
     rows: Sequence[tuple[str, str]]  # facts of the plan, in Markdown
     router: str | None
     is_fused: bool
-    forced: Mapping[str, int]  # number of differing tensors of each expansion forced onto another base
     drift: str | None
     tool: Mapping[str, str]
     runs: Sequence[Mapping[str, Any]]
@@ -117,7 +116,6 @@ def card_facts(
     method = methods[0]
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
-    forced = {name: mismatch for name, expansion in held.items() if (mismatch := expansion.forced_base) is not None}
     has_own_code = plan is not None and bool(plan.architecture.own_code)
     is_plain_code = contents.form == "stock" or (manifest is not None and not manifest.code)
     training = {name: expansion.training for name, expansion in held.items()} or {"": record.get("training", ())}
@@ -140,12 +138,11 @@ def card_facts(
         rows=_stock_rows(record) if plan is None else method.card_rows(plan) if len(plans) == 1 else (),
         router=None if manifest is None or manifest.routing is None else describe_router(manifest.routing),
         is_fused=record.get("fused") is not None,
-        forced={name: len(mismatch["differing"]) for name, mismatch in forced.items()},
         drift=_drift((record.get("fused") or record).get("drift")),
         tool=record.get("tool", {}),
         runs=list(_runs(training)),
         has_curves="training/curves.png" in contents.files,
-        promises=_promises(certificate, next((mismatch["expected_name"] for mismatch in forced.values()), None)),
+        promises=_promises(certificate),
         checked_with=_checked_with(certificate),
         has_own_code=has_own_code,
         loads_in_memory="load_expansion" not in method.refused and not has_own_code,
@@ -229,17 +226,13 @@ def _measured(measured: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _promises(certificate: Mapping[str, Any] | None, forced_name: object) -> list[tuple[str, str, str]]:
-    """Return the result of each promise; the name of a local base, for which blocks were made, is left out."""
+def _promises(certificate: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
+    """Return name, result and evidence of each promise."""
     if certificate is None:
         return []
-    named, unnamed = rf"\b(those|that) of {re.escape(str(forced_name))}", r"\1 of the base that it was made on"
+    required = certificate["required"]
     return [
-        (
-            promise["name"],
-            _verdict(promise, is_required=promise["name"] in certificate["required"]),
-            re.sub(named, unnamed, promise["evidence"]),
-        )
+        (promise["name"], _verdict(promise, is_required=promise["name"] in required), promise["evidence"])
         for promise in certificate["promises"]
     ]
 

@@ -101,14 +101,11 @@ def render_composed(done: Composed) -> RenderableType:
 
 def render_applied(done: Applied) -> RenderableType:
     """Render the output of `apply`."""
-    count = len(done.differing)
-    equal = f"{done.base_tensors} compared by sha256, all equal"
-    tensors = f"{count} of {done.base_tensors} differ: {name_some(done.differing)}" if count else equal
     files = f"other than before: {name_some(done.other_files)}" if done.other_files else "as before, so is the folder"
     rows = [
         ("written", str(done.path)),
         ("base", _base(done.base_name, done.base_revision)),
-        ("its tensors", tensors),
+        ("its tensors", f"{done.base_tensors} compared by sha256, all equal"),
         ("its files", files),
         ("expansion", counted(done.expansion_tensors, "tensor")),
         ("shards", f"{format_bytes(done.bytes_written)} written"),
@@ -116,7 +113,7 @@ def render_applied(done: Applied) -> RenderableType:
     if done.foreign_code:
         rows.append(("code", f"no release wrote it, read it before you trust it: {name_some(done.foreign_code)}"))
     rows += [("not taken along", name_some(done.left_out)), (NEXT, verify_command(done.path))]
-    return Facts("applied by force, no promise but recoverable" if count else "applied", rows)
+    return Facts("applied", rows)
 
 
 def _base(name: str, revision: str | None) -> str:

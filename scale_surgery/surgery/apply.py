@@ -15,12 +15,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_files
-from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.checkpoint.sources import Source, find_source
@@ -54,16 +52,12 @@ class ComparedBase:
         source: Where it is.
         checkpoint: Its config and headers.
         files: sha256 of each of its files.
-        tensors: sha256 of each of its tensors.
-        differing: Tensors that differ, by name.
-        other_files: Names of files that are changed, new or missing.
+        other_files: Names of files that are changed, new or missing; its tensors are the recorded ones.
     """
 
     source: Source
     checkpoint: Checkpoint
     files: Mapping[str, str]
-    tensors: Mapping[str, str]
-    differing: Mapping[str, Problem]
     other_files: tuple[str, ...]
 
 
@@ -74,12 +68,10 @@ class GivenBase:
     Attributes:
         model: A folder or a Hub id. Default: the Hub repository that the extract names, at its commit.
         revision: Branch, tag or commit of its Hub repository. Default: as the extract names it.
-        force: Accept a base whose tensors differ. It is recorded, and no promise but recoverable is made.
     """
 
     model: str | Path | None = None
     revision: str | None = None
-    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,6 @@ class Applied:
         expansion_tensors: Number of expansion tensors.
         other_files: Files of the base that are other than those it was expanded from: changed, new or missing. Empty
             where the folder is the extracted one, byte for byte.
-        differing: Base tensors that differ from those it was expanded from; there are some with `force` alone.
         foreign_code: Code files that no release of this program wrote.
         bytes_written: Bytes of shards that were written; 0 with hard links.
         left_out: Files of the base that were not taken along: weights in other formats, links that lead out of it.
@@ -106,7 +97,6 @@ class Applied:
     base_tensors: int
     expansion_tensors: int
     other_files: tuple[str, ...]
-    differing: tuple[str, ...]
     foreign_code: tuple[str, ...]
     bytes_written: int
     left_out: tuple[str, ...]
@@ -128,7 +118,7 @@ def apply(
     Args:
         extract: A folder that `extract` wrote, or a Hub id.
         output: Folder to be.
-        base: The base model, a folder or a Hub id; or a `GivenBase` that says more of it. Default: the Hub repository
+        base: The base model, a folder or a Hub id; or a `GivenBase` with its revision. Default: the Hub repository
             that the extract names, at its commit.
         extract_revision: Branch, tag or commit of the extract's Hub repository.
         base_weights: How shards are taken over: "auto", "copy" or "link".
@@ -154,9 +144,7 @@ def apply(
     refuse_linked(checkpoint)
     check_target(target, [extracted.path, source.path], overwrite=overwrite)
     check_own_files(extracted, track)
-    compared = _compare_base(extracted, source, checkpoint, track)
-    if not wanted.force:
-        refuse_differing(extracted, title, compared.differing, len(checkpoint.tensors), "base-differs-apply")
+    compared = _compare_base(extracted, source, checkpoint, title, track)
     if compared.other_files:
         _check_names(extracted, compared)
     if _has_other_tokenizer(extracted, compared) and (new := manifest.plan.request.new_tokens) is not None:
@@ -183,7 +171,6 @@ def apply(
         base_tensors=len(checkpoint.tensors),
         expansion_tensors=len(extracted.tensors),
         other_files=compared.other_files,
-        differing=tuple(compared.differing),
         foreign_code=manifest.foreign_code,
         bytes_written=needed_bytes(
             {name: content for name, content in files.items() if name.endswith(".safetensors")},
@@ -203,16 +190,20 @@ def _find_base(extract: Extract, wanted: GivenBase) -> Source:
     return find_source(manifest.base_name, wanted.revision or manifest.base_revision)
 
 
-def _compare_base(extract: Extract, source: Source, base: Checkpoint, track: Track) -> ComparedBase:
-    """Hash a base and compare it with the recorded one; tensors whose shards are the recorded files are not read."""
+def _compare_base(extract: Extract, source: Source, base: Checkpoint, title: str, track: Track) -> ComparedBase:
+    """Hash the files of a base, and refuse it if a tensor is not the recorded one.
+
+    Tensors are read only if a shard is not the recorded file.
+    """
     files = [*base.shards, *base.side_files]
     with track("base hashes", sum((base.path / file).stat().st_size for file in files)) as advance:
         hashes = hash_files(base.path, files, advance)
     recorded = {name: file.sha256 for name, file in extract.manifest.base_files.items()}
     others = tuple(sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name)))
-    has_other_shards = any(name.endswith(".safetensors") for name in others)
-    tensors = hash_base(base, track) if has_other_shards else extract.manifest.base_hashes
-    return ComparedBase(source, base, hashes, tensors, find_differing(extract, base, tensors), others)
+    if any(name.endswith(".safetensors") for name in others):
+        differing = find_differing(extract, base, hash_base(base, track))
+        refuse_differing(extract, title, differing, len(base.tensors), "base-differs-apply")
+    return ComparedBase(source, base, hashes, others)
 
 
 def _put_back(extract: Extract, base: Checkpoint) -> Contents:
@@ -264,7 +255,9 @@ def _write_around(extract: Extract, base: ComparedBase, folder: Path, run: RunOp
     """Write config, index and record of a folder that holds these files; names and shapes of its tensors fit."""
     checkpoint, made = base.checkpoint, extract.manifest.plan
     places = _places_of_base(checkpoint)
-    manifest = replace(_named(extract.manifest, base), base_tensors=base_tensors(checkpoint, base.tensors))
+    manifest = replace(
+        _named(extract.manifest, base), base_tensors=base_tensors(checkpoint, extract.manifest.base_hashes)
+    )
     write_config(folder, manifest, checkpoint.config)
     if _has_other_tokenizer(extract, base):
         lay_out(extended_texts(checkpoint.path, [made]), folder)
@@ -272,14 +265,6 @@ def _write_around(extract: Extract, base: ComparedBase, folder: Path, run: RunOp
         pin_tokenizer_class(checkpoint.path, folder, run)
     shards = [*map(stored_shard, checkpoint.shards), *dict.fromkeys(info.file for info in extract.tensors.values())]
     write_index(folder, tensors_in(folder, shards))
-    if base.differing:
-        manifest = manifest.with_expansion(
-            forced_base={
-                "expected_name": extract.manifest.base_name,
-                "expected_revision": extract.manifest.base_revision,
-                "differing": list(base.differing),
-            }
-        )
     replaced = {
         file: _read_text(checkpoint.path / file)
         for file in checkpoint.side_files
@@ -302,17 +287,9 @@ def _write_around(extract: Extract, base: ComparedBase, folder: Path, run: RunOp
 
 
 def _named(manifest: Manifest, base: ComparedBase) -> Manifest:
-    """A record that names this base, in its plan too."""
+    """Return a record that names this base, in its plan too."""
     name, revision, made = base.source.name, base.source.revision, manifest.plan
-    facts = Base(base.checkpoint, made.facts)
-    plan = plan_expansion(facts, made.request, name=name, revision=revision)
-    dtypes = {tensor.dtype for tensor in made.tensors}
-    if [tensor.dtype for tensor in plan.tensors] != [tensor.dtype for tensor in made.tensors]:
-        # put by force on a base that was cast: blocks stay what they are, and the request says so
-        if len(dtypes) > 1:
-            raise CheckpointError(Problem("base-dtypes-other", name, dtypes=sorted(dtypes)))
-        dtype: Any = next(torch_name for torch_name, stored in FLOAT_DTYPES.items() if stored in dtypes)
-        plan = plan_expansion(facts, replace(made.request, dtype=dtype), name=name, revision=revision)
+    plan = plan_expansion(Base(base.checkpoint, made.facts), made.request, name=name, revision=revision)
     return replace(manifest, base_name=name, base_revision=revision).with_expansion(plan=plan)
 
 

@@ -218,21 +218,6 @@ def test_a_start_with_another_hash_is_named(spoiled: Path) -> None:
     )
 
 
-@pytest.mark.slow
-def test_a_start_on_another_base_is_not_guessed(spoiled: Path) -> None:
-    differing = [W21.replace("expansions.default.w21", "weight")]
-    with edited(spoiled / "surgery.json") as record:
-        record["expansions"]["default"]["forced_base"] = {"expected_name": "first", "differing": differing}
-    summary = report(spoiled, files_only=True)
-    (block,) = parts_of(summary)[W21]
-    assert (block.norms.start_norm, block.norms.change, block.start_rank, block.spectrum) == (None,) * 4
-    assert block.norms.norm > 0 and block.rank is not None
-    # zeros are zeros on any base
-    assert parts_of(summary)[W12][0].norms.start_norm == 0
-    assert f"How {W21} started is not known: the expansion was made on first" in summary.notes[0]
-    assert "W21" in render_page(summary)
-
-
 def test_numbers_that_are_none_are_named(spoiled: Path) -> None:
     with edited(spoiled / SHARD) as tensors:
         tensors[W12].view(-1)[0] = math.nan

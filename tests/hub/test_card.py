@@ -207,12 +207,6 @@ def test_numbers_of_another_model_say_so(copied: Path, forms: dict[str, Path], t
     assert f"{measured}, on texts" in card(copied)
     record_own(copied, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": True}}])
     assert f"{measured}, with its router, which it has no longer, on texts" in card(copied)
-    forced = {"expected_name": "secret-base", "expected_revision": None, "differing": ["a", "b"]}
-    record_own(copied, training=[RUN], forced_base=forced)
-    text = card(copied, verify(copied, probes=None, record=False).to_json())
-    assert f"{measured}, on the base that the blocks were made on, on texts" in text
-    assert "| put on it by force | 2 tensors differ from the base it was made on |" in text
-    assert "2 tensors are not those of the base that it was made on; " in text and "secret" not in text
     folder = Path(shutil.copytree(forms["routed"], tmp_path / "routed"))
     for was_routed, phrase in ((False, ", of the adapt path alone, not routed"), (True, "")):
         record_own(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
@@ -298,19 +292,16 @@ def test_code_in_a_stock_export_is_told(forms: dict[str, Path], tmp_path: Path) 
     assert made.notes[-1] == note
 
 
-def test_of_several_expansions_each_has_its_runs_and_its_base(forms: dict[str, Path], tmp_path: Path) -> None:
+def test_of_several_expansions_each_has_its_runs(forms: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(forms["composed"], tmp_path / "both"))
     held = json.loads((folder / "surgery.json").read_text())["expansions"]
-    forced = {"expected_name": "secret-base", "expected_revision": None, "differing": ["a"]}
-    held["law"] |= {"training": [{**RUN, "measured": {}}, RUN], "forced_base": forced}
+    held["law"] |= {"training": [{**RUN, "measured": {}}, RUN]}
     held["art"] |= {"training": [{**RUN, "steps": 7, "measured": {}}]}
     record(folder, expansions=held)
     text = card(folder)
     assert "| run | expansion | steps | parameters trained | learning rate | begun |" in text
     assert "| 2 | `law` | 40 | 1,234 | 0.01 | 2026-01-02 |" in text and "| 3 | `art` | 7 |" in text
     assert "| law: old text | 0.0732 |" in text and "art: old text" not in text
-    assert "| `law` put on it by force | 1 tensor differs from the base it was made on |" in text
-    assert "secret" not in text and text.count("put on it by force") == 1
     assert "of each expansion, alone beside the base, on" in text
     held["law"]["training"][-1] = {**RUN, "settings": {**RUN["settings"], "routed": True}}
     record(folder, expansions=held)

@@ -69,7 +69,6 @@ def card_of(made: tuple[Contents, dict[str, Any]], value: str, base_text: str | 
         "base_fingerprint": value,
         "tool": {"torch": value, value: "1"},
         "training": [RUN | {"begun": value[:10]}],
-        "forced_base": {"expected_name": "x", "differing": [value]},
         "fused": {"drift": {"is_bit_equal": False, "drift": 0.1, "tokens": 1, "dtype": value}},
     }
     promises = [promise | {"name": value, "evidence": value} for promise in certificate["promises"]]

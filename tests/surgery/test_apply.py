@@ -1,4 +1,4 @@
-"""apply(extract(x), base) == x, every file byte for byte; another base is refused, or recorded when it is forced."""
+"""apply(extract(x), base) == x, every file byte for byte; another base is refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scale_surgery import GivenBase, Probes
+from scale_surgery import Probes
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.files import write_tensors
 from scale_surgery.checkpoint.folder import open_checkpoint, read_json
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.verify import verify
-from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.request import Request
 from scale_surgery.show.tables_forms import render_applied
 from scale_surgery.surgery.apply import apply
@@ -91,7 +90,7 @@ def test_what_train_and_route_export_wrote_comes_back(tmp_path):
         extracted = extract(folder, tmp_path / f"{folder.name}-extract").path
         applied = apply(extracted, tmp_path / f"{folder.name}-again", SHIPPED_MODEL)
         assert digests(applied.path) == digests(folder)
-        assert (applied.other_files, applied.differing, applied.base_name) == ((), (), SHIPPED_MODEL.name)
+        assert (applied.other_files, applied.base_name) == ((), SHIPPED_MODEL.name)
     assert "training/log.jsonl" in digests(applied.path) and digests(SHIPPED_MODEL) == before
     assert digests(unroute(applied.path, tmp_path / "unrouted").path) == digests(trained)
 
@@ -115,7 +114,7 @@ def test_the_same_tensors_in_other_files(pair_of, tmp_path):
     assert len(list(base.glob("*.safetensors"))) > 1
     routed = route_export(pair.path, tmp_path / "routed").path
     done = apply(extract(routed, tmp_path / "extract").path, tmp_path / "again", base)
-    assert done.differing == () and {"README.md", "config.json", "model.safetensors"} <= set(done.other_files)
+    assert {"README.md", "config.json", "model.safetensors"} <= set(done.other_files)
     assert verify(done.path, probes=Probes(max_new_tokens=0)).passed
     plain, ids, model = unroute(done.path, tmp_path / "unrouted").path, random_ids(2, 9), load(done.path)
     assert verify(plain, probes=None).passed and model.config.pad_token_id == 5
@@ -159,33 +158,16 @@ def test_the_base_that_it_names_is_found(pair_of, tmp_path):
 # ---- another base
 
 
-def test_a_forced_base_is_recorded_and_comes_back(extracted, other_base, pair_of, tmp_path):
-    before, name = digests(other_base), pair_of("llama").base_path.name
+def test_another_base_is_refused_by_its_tensors(extracted, other_base, pair_of, tmp_path):
+    pair, out = pair_of("llama"), tmp_path / "again"
     changed = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
     details = (Problem("base-tensor-bytes", tensor) for tensor in changed)
-    assert unfit(extracted, other_base, tmp_path / "forced") == [
-        Problem("base-differs-apply", other_base, *details, count=2, total=51, base=name)
+    assert unfit(extracted, other_base, out) == [
+        Problem("base-differs-apply", other_base, *details, count=2, total=51, base=pair.base_path.name)
     ]
-    done = apply(extracted, tmp_path / "forced", GivenBase(other_base, force=True))
-    assert list(done.differing) == changed
-    expected = {"expected_name": name, "expected_revision": None}
-    assert read_manifest(done.path).forced_base == expected | {"differing": list(done.differing)}
-    result = verify(done.path)
-    assert [promise.name for promise in result.promises if promise.claimed] == ["recoverable"]
-    assert result.passed and result.required == ("recoverable",)
-    for promise in result.promises[1:]:
-        assert promise.evidence.startswith(f"put by --force on a base of which 2 tensors are not those of {name}; ")
-    assert digests(strip(done.path, tmp_path / "stripped").path) == before
-    # and it can be extracted and applied again, on that base
-    repeated = apply(extract(done.path, tmp_path / "second").path, tmp_path / "again", other_base)
-    assert (repeated.differing, digests(repeated.path)) == ((), digests(done.path))
-    # the negative control: on its own base, forced or not, all promises are claimed
-    done = apply(extracted, tmp_path / "own", GivenBase(pair_of("llama").base_path, force=True))
-    assert read_manifest(done.path).forced_base is None
-    claimed = [
-        promise.name for promise in verify(done.path, probes=Probes(max_new_tokens=0)).promises if promise.claimed
-    ]
-    assert claimed == ["recoverable", "output_at_init"]
+    assert not out.exists() and not out.with_name("again.partial").exists()
+    # the control: its own base is taken
+    assert apply(extracted, out, pair.base_path).other_files == ()
 
 
 def test_a_file_that_the_extract_changes_has_to_be_text_in_the_base(llama_base, tmp_path):
@@ -204,26 +186,16 @@ def test_a_file_that_the_extract_changes_has_to_be_text_in_the_base(llama_base, 
     assert problems(apply, extracted, tmp_path / "out", llama_base) == [Problem("base-file-no-text", "README.md")]
 
 
-def test_blocks_stay_what_they_are_on_a_base_that_was_cast(extracted, base_of, tmp_path):
-    """By its dtype alone another base would have blocks of that; what is recorded is what lies in the files."""
-    cast = base_of("llama", "bfloat16")
-    (problem,) = unfit(extracted, cast, tmp_path / "forced")
+def test_a_base_that_was_cast_is_refused(extracted, base_of, tmp_path):
+    (problem,) = unfit(extracted, base_of("llama", "bfloat16"), tmp_path / "again")
     assert problem.code == "base-differs-apply" and problem.values["count"] == len(problem.details) == 51
     assert problem.details[0] == Problem(
         "base-tensor-form", "lm_head.weight", form="BF16 [97, 40]", recorded="F32 [97, 40]"
     )
-    forced = apply(extracted, tmp_path / "forced", GivenBase(cast, force=True)).path
-    stored, manifest = open_checkpoint(forced), read_manifest(forced)
-    assert {tensor.dtype for tensor in manifest.plan.tensors} == {"F32"}
-    assert all(stored.tensors[tensor.name].dtype == tensor.dtype for tensor in manifest.plan.tensors)
-    assert verify(forced).passed
-    repeated = apply(extract(forced, tmp_path / "second").path, tmp_path / "again", cast).path
-    assert digests(repeated) == digests(forced)
-    assert digests(strip(forced, tmp_path / "stripped").path) == digests(cast)
 
 
-def test_what_force_does_not_bend(extracted, base_of, llama_base, tmp_path):
-    """Shapes, sizes that no shape shows, blocks of several dtypes, names that the expansion needs."""
+def test_a_base_of_other_sizes_is_refused_by_what_differs(extracted, base_of, llama_base, tmp_path):
+    """Shapes, sizes that no shape shows, names that the expansion needs."""
     out = tmp_path / "again"
     down, made_on = "model.layers.0.mlp.down_proj", base_of("llama").name
     for name, changes, detail in (
@@ -240,23 +212,14 @@ def test_what_force_does_not_bend(extracted, base_of, llama_base, tmp_path):
         ),
     ):
         base = save_tiny(tmp_path / name, "llama", **changes)
-        (problem,) = unfit(extracted, GivenBase(base, force=True), out)
+        (problem,) = unfit(extracted, base, out)
         assert (problem.code, problem.where, problem.values) == ("base-unfit", f"{base}", {"base": made_on})
         assert detail in problem.details
     other, type_ = (
         base_of("gpt2"),
         Problem("base-value-differs", "config.json: model_type", value="gpt2", recorded="llama"),
     )
-    assert unfit(extracted, GivenBase(other, force=True), out) == [Problem("base-unfit", other, type_, base=made_on)]
-    mixed = Path(shutil.copytree(base_of("llama"), tmp_path / "mixed"))
-    (shard,) = mixed.glob("*.safetensors")
-    write_tensors(
-        shard, {name: tensor.bfloat16() if "mlp" in name else tensor for name, tensor in load_file(shard).items()}
-    )
-    extract(expand(mixed, Request("1", variant="adapt"), tmp_path / "expanded").path, tmp_path / "of-mixed")
-    cast = base_of("llama", "bfloat16")
-    other = Problem("base-dtypes-other", cast.name, dtypes=["BF16", "F32"])
-    assert problems(apply, tmp_path / "of-mixed", out, GivenBase(cast, force=True)) == [other]
+    assert unfit(extracted, other, out) == [Problem("base-unfit", other, type_, base=made_on)]
     assert not out.exists() and not out.with_name("again.partial").exists()
     for name in ("expanded_model.py", "expanded.index.json"):
         (llama_base / name).write_text("of the base")
