@@ -165,7 +165,6 @@ def adopt(campaign: Campaign, name: str, trusted: tuple[str, ...]) -> None:
                 parameter.add_(0.0)
     model.save_pretrained(saved)
     campaign.run("adopt", f"{name}_saved", "--expanded", name, "-o", f"{name}_adopted")
-    campaign.run("adopt", f"{name}_saved", "--base", "base", "-o", f"{name}_planned_again", *trusted)
 
 
 def teach(campaign: Campaign) -> None:

@@ -79,7 +79,6 @@ VERBS = {
     "extract --name": Verb(["extract", "IN/composed", "-o", "OUT", "--name", "law"]),
     "strip, of composed": Verb(["strip", "IN/composed", "-o", "OUT"]),
     "adopt": Verb(["adopt", "IN/saved", "--expanded", "IN/adapt", "-o", "OUT"]),
-    "adopt, of its base": Verb(["adopt", "IN/saved", "--base", "IN/base", "-o", "OUT"]),
     "merge --to fused": Verb(["merge", "IN/narrow", "-o", "OUT", "--to", "fused"], weight=2),
     "merge --to stock": Verb(["merge", "IN/narrow", "-o", "OUT", "--to", "stock"], weight=2),
     "merge --to blocks": Verb(["merge", "IN/fused", "-o", "OUT", "--to", "blocks"]),

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from scale_surgery.checkpoint.expansions import specs_of_expansions
 from scale_surgery.checkpoint.names import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
-from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.errors import CheckpointError, Problem
 
 DEEPSPEED_SCRIPT = "zero_to_fp32.py"
@@ -26,18 +23,13 @@ GGUF_SUFFIX = ".gguf"
 PICKLED_MODEL = re.compile(r"pytorch_model.*\.bin")
 
 
-def adopt_line(path: str | Path, config: Mapping[str, Any]) -> str:
+def adopt_line(path: str | Path) -> str:
     """Return the command that adopts the output of a trainer."""
-    key = config.get(CONFIG_KEY)
-    specs = next(iter(specs_of_expansions(key)), None) if isinstance(key, dict) else None
-    origin = specs.get(ORIGIN_KEY) if isinstance(specs, dict) else None
-    has_revision = isinstance(origin, dict) and origin.get("base_revision") is not None
-    words = ["scale-surgery", "adopt", str(path), *([] if has_revision else ["--expanded", "EXPANDED"]), "-o", "OUT"]
-    return shlex.join(words)
+    return shlex.join(["scale-surgery", "adopt", str(path), "--expanded", "EXPANDED", "-o", "OUT"])
 
 
 # the next command, after the shards were merged into the folder WHOLE
-ADOPT_WHOLE = adopt_line("WHOLE", {})
+ADOPT_WHOLE = adopt_line("WHOLE")
 
 
 def refuse_foreign(path: Path, files: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ def form_of(path: Path) -> Form:
 
 def refuse_form(path: str | Path, form: Form, wanted: Form) -> NoReturn:
     """Reject a folder of the wrong form, with the command that helps."""
-    values = {"adopt": adopt_line(path, _config(Path(path)))} if form == "saved" else {}
+    values = {"adopt": adopt_line(path)} if form == "saved" else {}
     raise CheckpointError(Problem(f"form-{form}-not-{wanted}", path, **values))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import output_options, overwrite_options, run_options, take_fields
+from scale_surgery.cli.options import output_options, overwrite_options
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
 
 if TYPE_CHECKING:
@@ -17,27 +17,11 @@ if TYPE_CHECKING:
 
 @click.command(name="adopt", cls=Headed)
 @click.argument("saved")
-@click.option(
-    "--expanded",
-    help="The expanded model that was trained, a folder or a Hub id. Default: it is made again from its base.",
-)
-@click.option(
-    "--base",
-    help="Base model, a folder or a Hub id. Default: the Hub repository that SAVED names, at the same commit.",
-)
+@click.option("--expanded", required=True, help="The expanded model that was trained, a folder or a Hub id.")
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-adopted.")
 @overwrite_options
-@run_options(
-    "device",
-    code="Let the base run its own code, where transformers has no such model; without --expanded.",
-    helps={
-        "device": "Where the start of new tensors is computed, without --expanded: cpu, cuda, ...; auto takes a GPU."
-    },
-)
 @output_options
-def adopt_command(
-    saved: str, expanded: str | None, output: Path | None, base: str | None, out: Output, **options: Any
-) -> None:
+def adopt_command(saved: str, expanded: str, output: Path | None, out: Output, **options: Any) -> None:
     """Make an expanded model of SAVED: what another trainer saved of one, a folder or a Hub id.
 
     Trainer, TRL, accelerate and plain loops save all tensors in shards of their own, and no surgery.json. Every base
@@ -46,9 +30,8 @@ def adopt_command(
     \b
     Example: scale-surgery adopt SAVED --expanded EXPANDED -o OUT
     """
-    from scale_surgery.running.options import RunOptions
     from scale_surgery.show.tables_forms import render_adopted
     from scale_surgery.surgery.adopt import adopt
 
-    done = adopt(saved, expanded, output, base, run=take_fields(RunOptions, options), track=out.track, **options)
+    done = adopt(saved, expanded, output, track=out.track, **options)
     out.show(done, render_adopted(done))

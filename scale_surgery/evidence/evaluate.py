@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.foreign import adopt_line
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
+from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError, Problem
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
@@ -189,7 +188,7 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[MeasuredRow]) -> Iterator
             yield (
                 f"{subject.name}: has no {MANIFEST_FILE}, so its base cannot be given back as files; it is compared "
                 "with itself, expansion disabled. Make an expanded folder of it: "
-                f"{adopt_line(subject.path, read_json(subject.path / CONFIG_FILE))}"
+                f"{adopt_line(subject.path)}"
             )
         if texts := rehearsed_texts(subject.runs):
             yield (

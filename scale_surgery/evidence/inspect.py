@@ -248,7 +248,7 @@ def _summarise(checkpoint: Checkpoint, title: str) -> FolderSummary:
             verified=verified,
             passed=passed,
             changed_since=changed,
-            adopt=None if stored else adopt_line(title, checkpoint.config),
+            adopt=None if stored else adopt_line(title),
         )
 
 

@@ -105,8 +105,8 @@ def write_folder(
     routing: Router | None,
     partial: Path,
     how: BaseWeights,
-    run: RunOptions,
     track: Track,
+    run: RunOptions = RunOptions(),
 ) -> WrittenFolder:
     """Write all of an expanded folder but the shards of new expansions, which lie in it already.
 

@@ -7,16 +7,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.expansions import place_of_specs, specs_of_expansions
 from scale_surgery.checkpoint.files import write_json
 from scale_surgery.checkpoint.folder import read_json
-from scale_surgery.checkpoint.names import CONFIG_FILE
-from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
-from scale_surgery.checkpoint.records import DAMAGE, read_record, reading
+from scale_surgery.checkpoint.records import DAMAGE, read_record
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError, problems_of
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base, BaseFacts, check_facts
-from scale_surgery.planning.plan import Origin, Plan, plan_expansion
+from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 
@@ -102,18 +99,3 @@ def _other_treatments(saved: Architecture, made: Architecture) -> Iterator[Probl
         yield Problem("treatment-differs", f"{name} of {title}", before=before, now=now, reason=reason)
     if saved.enters != made.enters:
         yield Problem("up-stream-enters-otherwise", "the up stream", before=saved.enters, now=made.enters)
-
-
-def saved_origins(config: Mapping[str, Any], title: str) -> list[Origin]:
-    """Read base and request of each expansion in a config.json, with the names that the expansions have there."""
-    origins = []
-    for number, specs in enumerate(specs_of_expansions(config[CONFIG_KEY])):
-        plain, place = specs.get(ORIGIN_KEY), place_of_specs(config[CONFIG_KEY], number)
-        if plain is None:
-            raise PlanError(Problem("saved-without-origin", title))
-        with reading(Path(title) / CONFIG_FILE):
-            origin = read_record(plain, Origin, f"{place}.{ORIGIN_KEY}")
-        # an expansion may have been renamed since
-        request = replace(origin.request, name=specs.get("name", origin.request.name))
-        origins.append(replace(origin, request=request))
-    return origins

@@ -1,13 +1,12 @@
 """Make an expanded folder of what another trainer saved: its new tensors in the layout of `expand`.
 
-what was trained   an expanded folder; or its base, expanded again as the saved config.json says
+what was trained   an expanded folder
 what was saved     matched with it tensor by tensor; every base tensor is compared with the base's
 the new folder     what was trained, with the saved tensors in place of its new ones
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from collections.abc import Mapping
@@ -15,31 +14,22 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import BaseWeights, plain_json, write_text
-from scale_surgery.checkpoint.folder import Checkpoint, name_tensors, open_checkpoint
-from scale_surgery.checkpoint.forms import Form, form_of
+from scale_surgery.checkpoint.files import BaseWeights, write_text
+from scale_surgery.checkpoint.folder import Checkpoint, name_tensors
+from scale_surgery.checkpoint.forms import form_of
 from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
-from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.checkpoint.shards import tensor_bytes, write_shard
-from scale_surgery.checkpoint.sources import Source, find_source
+from scale_surgery.checkpoint.shards import write_shard
+from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.deriving.planned import make_plan
-from scale_surgery.errors import CheckpointError, PlanError, Problem
+from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.check import refuse_damaged
-from scale_surgery.folder.config import expanded_config
-from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
+from scale_surgery.folder.folder import open_folder, refuse_fused, refuse_linked
 from scale_surgery.folder.record import ExpansionRecord, tool_versions
-from scale_surgery.folder.routers import router_of
 from scale_surgery.folder.write import least_base_bytes, write_folder
-from scale_surgery.planning.plan import Origin
-from scale_surgery.planning.saved import saved_origins
 from scale_surgery.progress import Track, no_track
-from scale_surgery.running.loading import load_config
 from scale_surgery.running.matching import Match
-from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.same_base import hash_base
 from scale_surgery.surgery.saved import (
     BaseComparison,
     Saved,
@@ -97,26 +87,21 @@ def default_output(saved: str | Path) -> Path:
 
 def adopt(
     saved: str | Path,
-    expanded: str | Path | None = None,
+    expanded: str | Path,
     output: str | Path | None = None,
-    base: str | Path | None = None,
     *,
     base_weights: BaseWeights = "auto",
     overwrite: bool = False,
-    run: RunOptions = RunOptions(),
     track: Track = no_track,
 ) -> Adopted:
     """Make an expanded checkpoint of what another trainer saved of one.
 
     Args:
         saved: What it saved: a folder with safetensors weights, or a Hub id.
-        expanded: The expanded model that was trained, a folder or a Hub id. Default: it is made again from its base.
+        expanded: The expanded model that was trained, a folder or a Hub id.
         output: Folder to be; default `<name>-adopted` in the current folder.
-        base: The base model, a folder or a Hub id. Default: the Hub repository that config.json names, at its commit.
         base_weights: How base shards are taken over: "auto", "copy" or "link".
         overwrite: Whether an existing output folder may be replaced.
-        run: Where the start of the new tensors is computed, and how the base's tokenizer is loaded, without `expanded`:
-            device, trust_remote_code.
         track: Makes progress bars.
 
     Returns:
@@ -126,47 +111,37 @@ def adopt(
         CheckpointError: If a base tensor is not the base's, a tensor is missing, unexpected or of another shape, the
             weights lie there in a form that only their trainer reads, or the output cannot be written; nothing is
             written then.
-        PlanError: If both an expanded model and a base are given, or the base cannot be expanded as it was.
     """
-    if expanded is not None and base is not None:
-        raise PlanError(Problem("base-with-expanded", "--base"))
-    _check_places(saved, expanded, base)
-    trained = None if expanded is None else _open_expanded(expanded)
-    given = open_saved(saved, {} if trained is None else trained.config)
-    # imports torch, so that a folder in the wrong place is refused before
-    run = run.placed()
-    trained = trained or _plan_again(given, base, run, track)
-    checkpoint = trained.checkpoint
+    _check_places(saved, expanded)
+    trained = _open_expanded(expanded)
+    manifest, folder = trained.folder.manifest, trained.folder
+    given = open_saved(saved, folder.config)
     target = Path(output) if output is not None else default_output(saved)
-    check_target(target, [given.checkpoint.path, checkpoint.path], overwrite=overwrite)
+    check_target(target, [given.checkpoint.path, folder.path], overwrite=overwrite)
     check_specs(given, trained)
     match = match_tensors(given, trained)
-    base_hashes = checkpoint.manifest.base_hashes if isinstance(checkpoint, Folder) else hash_base(checkpoint, track)
-    compared = compare_base(given, trained, match, base_hashes, track)
+    compared = compare_base(given, trained, match, track)
     other_settings, other_computation = compare_settings(given, trained)
-    if isinstance(checkpoint, Folder):
-        refuse_damaged(checkpoint, track)
-    base_bytes = least_base_bytes(checkpoint, trained.first_plan, base_weights)
-    check_space(target, trained.bytes_added + base_bytes)
+    refuse_damaged(folder, track)
+    check_space(target, trained.bytes_added + least_base_bytes(folder, manifest.first_plan, base_weights))
     state = {
-        "adopt": [plan.to_json() for plan in trained.plans.values()],
-        "base": base_hashes,
+        "adopt": [plan.to_json() for plan in manifest.plans.values()],
+        "base": manifest.base_hashes,
         "base_weights": base_weights,
     }
-    routing = checkpoint.manifest.routing if isinstance(checkpoint, Folder) else router_of(trained.config[CONFIG_KEY])
-    with staged(target, state, {**given.checkpoint.stamps, **checkpoint.stamps}, overwrite=overwrite) as partial:
+    with staged(target, state, {**given.checkpoint.stamps, **folder.stamps}, overwrite=overwrite) as partial:
         _write_new_tensors(given, trained, match, partial, track)
-        expansions = _records(given, trained, compared, partial, run, track)
-        written = write_folder(checkpoint, expansions, routing, partial, base_weights, run, track)
+        expansions = _records(given, trained, compared, partial)
+        written = write_folder(folder, expansions, manifest.routing, partial, base_weights, track)
         if given.left.log:
             lines = (json.dumps(entry) + "\n" for entry in given.left.log)
             write_text(partial / TRAINING_FOLDER / LOG_FILE, "".join(lines))
     return Adopted(
         path=target,
-        base_name=written.folder.manifest.base_name,
+        base_name=manifest.base_name,
         base_tensors=compared.count,
         widened=compared.widened,
-        expansion_tensors=len(trained.planned),
+        expansion_tensors=len(manifest.planned),
         trained_tensors=sum(len(record.trained or ()) for record in expansions.values()),
         rounded=rounded_dtypes(given, trained, match),
         steps=given.left.steps,
@@ -178,61 +153,23 @@ def adopt(
     )
 
 
-def _check_places(saved: str | Path, expanded: str | Path | None, base: str | Path | None) -> None:
-    """Refuse folders that stand in each other's place, and a base as --expanded or the other way around."""
-    wanted: Form = "base" if expanded is None else "expanded"
-    option, given = f"--{wanted}", base if expanded is None else expanded
-    if given is None:
-        return
-    form = form_of(find_source(given).path)
-    if form == "saved" and form_of(find_source(saved).path) == wanted:
-        command = _command_line(given, option, saved)
-        raise CheckpointError(Problem("adopt-exchanged", given, option=option, saved=saved, command=command))
-    if form != wanted and form in ("base", "expanded"):
-        command = _command_line(saved, f"--{form}", given)
-        raise CheckpointError(Problem("adopt-base" if form == "base" else "adopt-expanded", given, command=command))
-
-
-def _command_line(*words: str | Path) -> str:
-    return shlex.join(["scale-surgery", "adopt", *map(str, words), "-o", "OUT"])
+def _check_places(saved: str | Path, expanded: str | Path) -> None:
+    """Refuse folders that stand in each other's place, and a base in place of the expanded model."""
+    form = form_of(find_source(expanded).path)
+    if form == "saved" and form_of(find_source(saved).path) == "expanded":
+        command = shlex.join(["scale-surgery", "adopt", str(expanded), "--expanded", str(saved), "-o", "OUT"])
+        raise CheckpointError(Problem("adopt-exchanged", expanded, saved=saved, command=command))
+    if form == "base":
+        raise CheckpointError(Problem("adopt-base", expanded))
 
 
 def _open_expanded(expanded: str | Path) -> Trained:
-    path = find_source(expanded).path
-    folder = open_folder(path)
+    folder = open_folder(find_source(expanded).path)
     refuse_fused(folder)
     refuse_linked(folder)
     if missing := [name for name in folder.manifest.base_tensors if name not in folder.tensors]:
         raise CheckpointError(*(Problem("tensor-not-in-folder", name, folder=expanded) for name in missing))
-    return Trained(str(expanded), folder, folder.manifest.plans, folder.config)
-
-
-def _plan_again(saved: Saved, base: str | Path | None, run: RunOptions, track: Track) -> Trained:
-    """Plan again what was trained, from its base and what config.json keeps of the request."""
-    if not saved.config:
-        raise CheckpointError(Problem("saved-without-config", saved.name))
-    origins = saved_origins(saved.config, saved.name)
-    source = _find_base(saved, origins[0], base)
-    checkpoint = open_checkpoint(source.path)
-    refuse_linked(checkpoint)
-    plans = {
-        origin.request.name: make_plan(
-            checkpoint, origin.request, name=source.name, revision=source.revision, run=run, track=track
-        )
-        for origin in origins
-    }
-    load_config(source.path, source.name, run)
-    routing = router_of(saved.config[CONFIG_KEY])
-    config = expanded_config(checkpoint.config, list(plans.values()), checkpoint.tensors, routing)
-    return Trained(str(base or source.name), checkpoint, plans, plain_json(config))
-
-
-def _find_base(saved: Saved, origin: Origin, base: str | Path | None) -> Source:
-    if base is not None:
-        return find_source(base, origin.base_revision if str(base) == origin.base_name else None)
-    if origin.base_revision is None:
-        raise CheckpointError(Problem("saved-base-local", saved.name, base=origin.base_name))
-    return find_source(origin.base_name, origin.base_revision)
+    return Trained(str(expanded), folder)
 
 
 def _write_new_tensors(saved: Saved, trained: Trained, match: Match, partial: Path, track: Track) -> None:
@@ -243,17 +180,13 @@ def _write_new_tensors(saved: Saved, trained: Trained, match: Match, partial: Pa
                 write_shard(partial / shard, entries, advance)
 
 
-def _records(
-    saved: Saved, trained: Trained, compared: BaseComparison, partial: Path, run: RunOptions, track: Track
-) -> dict[str, ExpansionRecord]:
+def _records(saved: Saved, trained: Trained, compared: BaseComparison, partial: Path) -> dict[str, ExpansionRecord]:
     """The record of each expansion; the run is added to those that it changed, or to all where it changed nothing."""
-    if isinstance(trained.checkpoint, Folder):
-        records = dict(trained.checkpoint.manifest.expansions)
-    else:
-        records = _start_again(trained, run, track)
-    shards = [shard for plan in trained.plans.values() for shard in plan.shards]
+    manifest = trained.folder.manifest
+    records = dict(manifest.expansions)
+    shards = [shard for plan in manifest.plans.values() for shard in plan.shards]
     headers = {name: info for shard in shards for name, info in read_header(partial, shard).items()}
-    tensors = name_tensors(headers, trained.first_plan.numbering)
+    tensors = name_tensors(headers, manifest.numbering)
     written = Checkpoint(partial, {}, tensors, tuple(shards), (), ())
     changed = {
         name: changed_tensors(written, [tensor.name for tensor in record.plan.tensors], record.tensors)
@@ -276,19 +209,4 @@ def _records(
         run_entry = {**entry, "trained_parameters": sum(tensors[tensor].elements for tensor in changed[name])}
         training = (*records[name].training, run_entry)
         records[name] = replace(records[name], trained=changed[name], training=training)
-    return records
-
-
-def _start_again(trained: Trained, run: RunOptions, track: Track) -> dict[str, ExpansionRecord]:
-    """Records of expansions as they begin; their tensors are made again to be hashed, and not written."""
-    from scale_surgery.tensors.initialise import Initialiser
-
-    records = dict[str, ExpansionRecord]()
-    with track("their start", sum(plan.costs.parameters_added for plan in trained.plans.values())) as advance:
-        for name, plan in trained.plans.items():
-            hashes, initialiser = dict[str, str](), Initialiser(plan, trained.checkpoint, run.device)
-            for tensor in plan.tensors:
-                hashes[tensor.name] = hashlib.sha256(tensor_bytes(initialiser.make(tensor))).hexdigest()
-                advance(tensor.elements)
-            records[name] = ExpansionRecord(plan, hashes)
     return records

@@ -139,7 +139,7 @@ def compose(
             shards |= _shards_of(extract, added[name].plan)
         with track("expansions", total_bytes(shards)) as advance:
             lay_out(shards, partial, base_weights, advance)
-        written = write_folder(given, expansions, routing, partial, base_weights, run, track)
+        written = write_folder(given, expansions, routing, partial, base_weights, track, run)
         if set(written.folder.tensors) != {*written.folder.manifest.base_tensors, *written.folder.manifest.planned}:
             raise CheckpointError(Problem("composed-tensors-differ", source.name))
     return Composed(

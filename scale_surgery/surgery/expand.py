@@ -125,7 +125,7 @@ def expand(
     }
     with staged(target, state, given.stamps, overwrite=overwrite) as partial:
         _write_new_tensors(made, base, partial, run.device, tokenizer, track)
-        written = write_folder(given, expansions, routing, partial, base_weights, run, track)
+        written = write_folder(given, expansions, routing, partial, base_weights, track, run)
     return Expansion(
         path=target,
         plan=made,

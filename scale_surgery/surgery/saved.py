@@ -56,37 +56,25 @@ NUMBERS = {"F64", *FLOAT_DTYPES.values()}
 
 @dataclass(frozen=True)
 class Trained:
-    """The expanded model that a trainer was given: read from its folder, or planned again from its base.
-
-    Attributes:
-        name: What it is called.
-        checkpoint: What holds the base's tensors: the expanded `Folder`, or its base, from which it was planned again.
-        plans: How it was expanded, by the names of the expansions.
-        config: Its config.json.
-    """
+    """The expanded model that a trainer was given: what it is called, and its folder."""
 
     name: str
-    checkpoint: Checkpoint
-    plans: Mapping[str, Plan]
-    config: Mapping[str, Any]
+    folder: Folder
 
     @property
     def first_plan(self) -> Plan:
         """A plan, for what each of them knows of the base."""
-        return next(iter(self.plans.values()))
+        return self.folder.manifest.first_plan
 
     @cached_property
     def base_tensors(self) -> Mapping[str, TensorInfo]:
         """The base's tensors, in the order of their files."""
-        tensors = self.checkpoint.tensors
-        if not isinstance(self.checkpoint, Folder):
-            return tensors
-        return {name: info for name, info in tensors.items() if name in self.checkpoint.manifest.base_tensors}
+        return {name: info for name, info in self.folder.tensors.items() if name in self.folder.manifest.base_tensors}
 
     @cached_property
     def planned(self) -> dict[str, TensorPlan]:
         """The new tensors, by name."""
-        return {tensor.name: tensor for plan in self.plans.values() for tensor in plan.tensors}
+        return self.folder.manifest.planned
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo | TensorPlan]:
@@ -96,12 +84,12 @@ class Trained:
     @property
     def bytes_added(self) -> int:
         """Bytes of the new tensors."""
-        return sum(plan.costs.bytes_added for plan in self.plans.values())
+        return sum(plan.costs.bytes_added for plan in self.folder.manifest.plans.values())
 
     @cached_property
     def loaded_config(self) -> Any:
         """What transformers makes of its config.json; None where only code of the base's own reads it."""
-        return None if needs_own_code(self.config) else _load_config(self.config, self.name)
+        return None if needs_own_code(self.folder.config) else _load_config(self.folder.config, self.name)
 
     def model(self) -> Any:
         """The model without weights; None where only code of the base's own makes it."""
@@ -121,7 +109,7 @@ class Saved:
 def open_saved(saved: str | Path, expanded: Mapping[str, Any]) -> Saved:
     """Read what a trainer saved, a folder or a Hub id; no tensor is read."""
     path = find_source(saved).path
-    # `expanded` is the config.json of the model that was trained, for a folder that has none: {} where nobody knows it
+    # `expanded` is the config.json of the model that was trained, for a folder that has none
     checkpoint = open_checkpoint(path, expanded)
     has_config = (path / CONFIG_FILE).is_file()
     if has_config:
@@ -147,7 +135,7 @@ def check_specs(saved: Saved, trained: Trained) -> None:
     """Check that the saved config.json, where there is one, names the expansions of the trained model."""
     if not saved.config:
         return
-    there, here = saved.config[CONFIG_KEY], trained.config[CONFIG_KEY]
+    there, here = saved.config[CONFIG_KEY], trained.folder.config[CONFIG_KEY]
     keys = list[str]()
     expansions = zip_longest(specs_of_expansions(there), specs_of_expansions(here), fillvalue=dict[str, Any]())
     for number, (spec, expected) in enumerate(expansions):
@@ -230,7 +218,7 @@ def _cause(saved: Saved, trained: Trained, match: Match, *, has_other_dtypes: bo
         return "saved-quantised-base"
     if has_other_dtypes:
         return "saved-converted"
-    if match.unexpected and needs_own_code(trained.config):
+    if match.unexpected and needs_own_code(trained.folder.config):
         return "saved-other-names"
     return "saved-tensors-unfit"
 
@@ -239,7 +227,7 @@ def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[st
     """Say what was saved otherwise beside the expansion; what the trained model had stays."""
     # a line for each difference that changes no number of the model, and for each with which it may compute otherwise
     harmless, decisive = list[str](), list[str]()
-    template, kept = chat_template(saved.checkpoint), chat_template(trained.checkpoint)
+    template, kept = chat_template(saved.checkpoint), chat_template(trained.folder)
     if template is not None and template != kept:
         none = ": it has none" if kept is None else ""
         harmless.append(f"the chat template is another in what was saved, that of {trained.name} stays{none}")
@@ -255,7 +243,7 @@ def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[st
                 f"{line}: the saved model computes with its own, so this one may give other numbers. Where the "
                 "training meant it, write it into the base's config.json and expand that."
             )
-    routing, kept = (config[CONFIG_KEY].get(ROUTER_KEY) for config in (saved.config, trained.config))
+    routing, kept = (config[CONFIG_KEY].get(ROUTER_KEY) for config in (saved.config, trained.folder.config))
     if routing is not None and routing != kept:
         stays = "its router's numbers stay" if kept is not None else "OUT has none: route-export gives it one"
         harmless.append(f"the saved model routes in another way than {trained.name}, {stays}")
@@ -268,7 +256,7 @@ def _settings_of_both(saved: Saved, trained: Trained) -> tuple[dict[str, Any], d
         loaded = _load_config(saved.config, saved.name), trained.loaded_config
         there, here = (dict(_settings(config.to_dict())) for config in loaded)
         return there, here
-    there, here = dict(_settings(saved.config)), dict(_settings(trained.config))
+    there, here = dict(_settings(saved.config)), dict(_settings(trained.folder.config))
     both = there.keys() & here.keys()
     return {key: there[key] for key in both}, {key: here[key] for key in both}
 
@@ -319,18 +307,17 @@ class BaseComparison:
     widened: Mapping[str, int]
 
 
-def compare_base(
-    saved: Saved, trained: Trained, match: Match, base_hashes: Mapping[str, str], track: Track
-) -> BaseComparison:
+def compare_base(saved: Saved, trained: Trained, match: Match, track: Track) -> BaseComparison:
     """Compare every base tensor that was saved with the base's; others are refused, the first with what differs."""
     pairs = [pair for pair in match.pairs if pair.wanted in trained.base_tensors]
     dtypes = {pair: (saved.checkpoint.tensors[pair.saved].dtype, trained.tensors[pair.wanted].dtype) for pair in pairs}
     by_hash = [pair for pair in pairs if pair.part is None and len(set(dtypes[pair])) == 1]
     by_value = [pair for pair in pairs if pair.part is not None or len(set(dtypes[pair])) > 1]
     values, changed, widened = SavedTensors(saved, match), list[Pair](), Counter[str]()
+    base_hashes = trained.folder.manifest.base_hashes
 
     def describe(pair: Pair) -> Problem | None:
-        return difference(pair.wanted, values.read(pair), read_tensor(trained.checkpoint, pair.wanted))
+        return difference(pair.wanted, values.read(pair), read_tensor(trained.folder, pair.wanted))
 
     with track("base tensors", sum(trained.base_tensors[pair.wanted].bytes for pair in pairs)) as advance:
         hashes = hash_tensors(saved.checkpoint, list(dict.fromkeys(pair.saved for pair in by_hash)), advance)

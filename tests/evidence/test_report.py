@@ -176,9 +176,9 @@ def test_layers_add_up_their_tensors(adapt: Path) -> None:
 
 
 def test_norms_add_up_as_squares_and_what_is_unknown_stays_unknown() -> None:
-    norms = add_norms([Norms(3.0, 1.0, None, None), Norms(4.0, 0.0, 2.0, None)])
-    assert norms == Norms(5.0, 1.0, None, None)
-    assert norms.relative_change is None and norms.relative_norm is None
+    norms = add_norms([Norms(3.0, 1.0, 0.0, None), Norms(4.0, 0.0, 2.0, 8.0)])
+    assert norms == Norms(5.0, 1.0, 2.0, None)
+    assert norms.relative_change == 2 and norms.relative_norm is None
     assert Norms(1.0, 0.0, 1.0, 4.0).relative_change is None
     assert by_layer(()) == ()
 

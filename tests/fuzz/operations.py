@@ -179,7 +179,6 @@ OPERATIONS = (
     Operation("extract", lambda c: s.extract(c.model, c.out), EXPANDED),
     Operation("apply", lambda c: s.apply(c.model, c.out, c.beside("base")), ("extract",), ("base",), weight=12),
     Operation("adopt", lambda c: s.adopt(c.model, c.beside("expanded"), c.out), ("saved",), ("expanded",)),
-    Operation("adopt again", lambda c: s.adopt(c.model, None, c.out, c.beside("base")), ("saved",), ("base",), 4),
     Operation("adopt into", lambda c: s.adopt(c.beside("saved"), c.model, c.out), ("expanded",), ("saved",), weight=5),
     Operation(
         "route_export", lambda c: s.route_export(c.model, c.out, c.routing), ("expanded", "grown"), has_options=True

@@ -92,7 +92,7 @@ def test_a_killed_run_resumes_to_the_same_bits(train_apart, base, tmp_path):
     ended = train_apart(made.path, run, "True")
     assert ended.returncode == 0, ended.stderr
     assert are_equal(weights(run), weights(whole))
-    done = adopt(run / "checkpoint-4", made.path, tmp_path / "adopted", run=trusted)
+    done = adopt(run / "checkpoint-4", made.path, tmp_path / "adopted")
     assert verify(done.path, probes=None, run=trusted).passed and done.steps == 4
     for folder in (run, made.path, tmp_path / "home"):
         shutil.rmtree(folder)
