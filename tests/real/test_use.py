@@ -39,6 +39,12 @@ def new(room: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def some(room: Path) -> Path:
+    """A few of them, since a measurement reads each token as often as a training."""
+    return tell(room / "some.jsonl", "text", [biography(person, 0) for person in LEARNED[:8]])
+
+
+@pytest.fixture(scope="module")
 def old(room: Path) -> Path:
     """English text that the base reads well."""
     return tell(room / "old.jsonl", "text", TEXT.split(". "))
@@ -77,14 +83,14 @@ def result_of(*words: object, code: int = 0) -> dict[str, Any]:
     return dict(json.loads(run(*words, "--json", "-q", code=code).stdout))
 
 
-def test_training_learns_and_keeps_the_base(learned: Path, room: Path, new: Path, old: Path) -> None:
+def test_training_learns_and_keeps_the_base(learned: Path, room: Path, some: Path, old: Path) -> None:
     found = verify(learned, probes=Probes(max_new_tokens=0))
     assert found.passed and found.state == "trained"
-    scores = result_of("evaluate", learned, "--old", old, "--new", new, "--sequence-length", 64)["scores"]
+    scores = result_of("evaluate", learned, "--old", old, "--new", some, "--sequence-length", 64)["scores"]
     losses = {score["kind"]: score["new"]["nats_per_token"] for score in scores}
     assert losses["expanded"] < losses["base"] - 0.05
     # the negative control: what was not trained learned nothing
-    untrained = result_of("evaluate", room / "wide", "--new", new, "--sequence-length", 64)["scores"]
+    untrained = result_of("evaluate", room / "wide", "--new", some, "--sequence-length", 64)["scores"]
     assert {score["new"]["nats_per_token"] for score in untrained} == {losses["base"]}
 
 
@@ -96,8 +102,8 @@ def test_a_report_shows_what_training_changed(learned: Path, room: Path) -> None
     assert result_of("report", room / "wide", "--files-only")["state"] == "initial"
 
 
-def test_a_router_weighs_each_token(routed: Path, old: Path, new: Path) -> None:
-    found = result_of("route-report", routed, "--text", old, "--text", new, "--sequence-length", 64)
+def test_a_router_weighs_each_token(routed: Path, old: Path, some: Path) -> None:
+    found = result_of("route-report", routed, "--text", old, "--text", some, "--sequence-length", 64)
     assert found["paths"] == ["base", "default"]
     shares = [file["shares"]["default"] for file in found["files"]]
     # the new text is read by the expansion more than the old one
