@@ -10,8 +10,8 @@ from tests.sweep.take import Row
 
 HEAD = """# Model types
 
-Look up whether a model type of transformers was tried, and what works with it. `make test-families` writes this page from
-a tiny twin of each type's default config; do not edit it.
+Look up whether a model type of transformers was tried, and what works with it. `make test-families` writes this page
+from a tiny twin of each type's default config; do not edit it.
 
 Your model need not be listed. The program derives the facts of an architecture from its config, and proves them on tiny
 twins ([how](concepts.md#any-decoder)). This page lists every type that the installed transformers knows as a causal
