@@ -10,11 +10,12 @@ from tests.sweep.take import Row
 
 HEAD = """# Model types
 
-Made by `make test-families`, with the tiny twin of each type's default config; do not edit.
+Look up whether a model type of transformers was tried, and what works with it. `make test-families` writes this page
+from a tiny twin of each type's default config; do not edit it.
 
-A base model needs no entry here: the program derives the facts of its architecture from its config, and proves them on
-tiny twins ([how](concepts.md#any-decoder)). This page says what happened with every type that the installed
-transformers knows as a causal language model. *split*, *edges* and *block* say how much of attention and MLP is widened
+Your model need not be listed. The program derives the facts of an architecture from its config, and proves them on tiny
+twins ([how](concepts.md#any-decoder)). This page lists every type that the installed transformers knows as a causal
+language model. *split*, *edges* and *block* say how much of attention and MLP is widened
 ([treatments](concepts.md#treatments)).
 
 A type passes if all of this holds:
@@ -25,8 +26,8 @@ A type passes if all of this holds:
 * `verify`, `strip`, `extract`, `apply` and `load_expansion` keep their promises.
 
 The columns say what else works with the default widths: `route-export` of `preserve` and of `adapt`, the variant
-`gated`, `merge --to fused`, `merge --to stock` of an expansion without an up stream (without new heads too, [more
-types](commands-share.md#stock) have a stock form), the methods `grow` and `depth`.
+`gated`, `merge --to fused`, `merge --to stock` of an expansion without an up stream, and the methods `grow` and
+`depth`. If no heads are added either, [more types](commands-share.md#stock) have a stock form.
 
 """
 # what names one model in a reason, and what stands for it where reasons are counted
