@@ -100,12 +100,8 @@ def mistaken(base_of, pair_of, tmp_path_factory) -> dict[str, str]:
         f"evaluate {expanded} --old {base}": no_text,
         f"adopt {expanded} --expanded {saved} -o {out}": f"{saved}: a trainer saved it, and {expanded} is the model "
         f"for --expanded. Exchange the two: scale-surgery adopt {saved} --expanded {expanded} -o OUT",
-        f"adopt {base} --base {saved} -o {out}": f"{saved}: a trainer saved it, and {base} is the model for --base. "
-        f"Exchange the two: scale-surgery adopt {saved} --base {base} -o OUT",
-        f"adopt {saved} --expanded {base} -o {out}": f"{is_base} an expanded model as --expanded. Type: scale-surgery "
-        f"adopt {saved} --base {base} -o OUT",
-        f"adopt {saved} --base {expanded} -o {out}": f"{expanded}: is an expanded model, expected a base model as "
-        f"--base. Type: scale-surgery adopt {saved} --expanded {expanded} -o OUT",
+        f"adopt {saved} --expanded {base} -o {out}": f"{is_base} the expanded model that was trained. Give that as "
+        "--expanded.",
         f"adopt {base} --expanded {expanded} -o {out}": f"{is_base} what a trainer saved of an expanded model. Give "
         "the folder that it wrote.",
         f"compose {wider} {extracted} -o {out}": f"wider: does not fit, this expansion was made on {base.name}.",
