@@ -9,15 +9,15 @@ extract.json           which base, and which files are the expansion's and the b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from scale_surgery.checkpoint.file_stat import Stamps, take_stamps
+from scale_surgery.checkpoint.file_stat import take_stamps
 from scale_surgery.checkpoint.folder import name_tensors, read_config, read_json
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.headers import TensorInfo, read_header
+from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
     EXTRACT_FILE,
@@ -33,6 +33,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.fields import Range
 from scale_surgery.folder.config import config_problems
+from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.record import Manifest, read_manifest
 from scale_surgery.progress import Track, no_track
 
@@ -73,18 +74,16 @@ class ExtractRecord:
 
 
 @dataclass(frozen=True)
-class Extract:
-    """An expansion without its base: its folder, its name, both of its records, and where its tensors lie.
+class Extract(Folder):
+    """An expansion without its base: a folder that holds the tensors of one expansion alone.
 
-    `stamps` is what the system said of its files before the first of them was read.
+    Attributes:
+        name: What it is called.
+        listing: Its extract.json.
     """
 
-    path: Path
-    name: str
-    record: ExtractRecord
-    manifest: Manifest
-    tensors: Mapping[str, TensorInfo]
-    stamps: Stamps
+    name: str = field(kw_only=True)
+    listing: ExtractRecord = field(kw_only=True)
 
 
 def name_in_extract(file: str) -> str:
@@ -99,28 +98,31 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     if not file.is_file():
         raise CheckpointError(Problem("extract-without-record", extract))
     stamps = take_stamps(child for child in path.rglob("*") if child.is_file())
-    record, manifest = read_extract(file), read_manifest(path)
+    listing, manifest = read_extract(file), read_manifest(path)
     if manifest.fused is not None:
         refuse_form(path, "fused", "expanded")
     with reading(file):
-        _check_names(path, record.files, (*record.from_base, *record.licences))
-        shards = sorted(name for name in record.files if name.endswith(".safetensors"))
+        _check_names(path, listing.files, (*listing.from_base, *listing.licences))
+        shards = tuple(sorted(name for name in listing.files if name.endswith(".safetensors")))
         tensors = {name: info for shard in shards for name, info in read_header(path, shard).items()}
         opened = Extract(
             path=path,
-            name=source.name,
-            record=record,
-            manifest=manifest,
+            config=read_config(path / CONFIG_FILE),
             tensors=name_tensors(tensors, manifest.plan.numbering),
-            stamps={path / name: stamps[path / name] for name in map(name_in_extract, record.files)},
+            shards=shards,
+            side_files=tuple(name for name in listing.files if name not in (*shards, MANIFEST_FILE)),
+            left_out=(),
+            stamps={path / name: stamps[path / name] for name in map(name_in_extract, listing.files)},
+            manifest=manifest,
+            name=source.name,
+            listing=listing,
         )
-        config = read_config(path / CONFIG_FILE)
-        problems = content_problems(path, manifest, config, record.files, opened.tensors)
+        problems = content_problems(opened, listing.files)
         stored = {entry.stored_as for entry in manifest.base_files.values()}
         problems += [
             Problem("extract-not-base", EXTRACT_FILE, file=name)
-            for name in record.from_base
-            if name not in stored or name in record.files
+            for name in listing.from_base
+            if name not in stored or name in listing.files
         ]
     if problems:
         raise CheckpointError(*problems)
@@ -134,7 +136,7 @@ def read_extract(file: Path) -> ExtractRecord:
 
 def check_own_files(extract: Extract, track: Track = no_track) -> None:
     """Compare the files of an extract with the hashes in extract.json; all that differ are refused by name."""
-    names = {name_in_extract(name): file for name, file in extract.record.files.items()}
+    names = {name_in_extract(name): file for name, file in extract.listing.files.items()}
     with track("extract hashes", sum(file.bytes for file in names.values())) as advance:
         hashes = hash_files(extract.path, list(names), advance)
     changed = [
@@ -146,32 +148,30 @@ def check_own_files(extract: Extract, track: Track = no_track) -> None:
         raise CheckpointError(*changed)
 
 
-def content_problems(
-    path: Path,
-    manifest: Manifest,
-    config: Mapping[str, Any],
-    files: Mapping[str, ExpansionFile],
-    tensors: Mapping[str, TensorInfo],
-) -> list[Problem]:
-    """List problems of an expansion: tensors that no plan names, a changed config.json, unknown code, pickles."""
-    # `files` and `tensors` are those of the extract, or of the expanded folder, that are not the base's
+def content_problems(folder: Folder, files: Mapping[str, ExpansionFile]) -> list[Problem]:
+    """List problems of an expansion: tensors that no plan names, a changed config.json, unknown code, pickles.
+
+    `folder` is an extract, or an expanded folder; `files` are those that are not the base's.
+    """
+    manifest = folder.manifest
     return [
-        *_tensor_problems(manifest, tensors),
+        *_tensor_problems(folder),
         *(Problem("base-text-changed", MANIFEST_FILE, file=name) for name in manifest.changed_texts),
-        *config_problems(manifest, config),
+        *config_problems(manifest, folder.config),
         *_code_problems(manifest, files),
-        *_remote_code_problems(path, manifest, files),
+        *_remote_code_problems(folder.path, manifest, files),
     ]
 
 
-def _tensor_problems(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> Iterator[Problem]:
-    planned = {tensor.name: tensor.shape for tensor in manifest.plan.tensors}
-    yield from (Problem("tensor-missing", name) for name in planned if name not in tensors)
-    for name, info in tensors.items():
-        if name not in planned:
-            yield Problem("tensor-unplanned", name, shard=info.file)
-        elif info.shape != planned[name]:
-            yield Problem("tensor-shape", name, shape=info.shape, planned=planned[name])
+def _tensor_problems(folder: Folder) -> Iterator[Problem]:
+    planned = {tensor.name: tensor.shape for tensor in folder.manifest.plan.tensors}
+    yield from (Problem("tensor-missing", name) for name in planned if name not in folder.tensors)
+    for name, info in folder.tensors.items():
+        if isinstance(folder, Extract) or name not in folder.manifest.base_tensors:
+            if name not in planned:
+                yield Problem("tensor-unplanned", name, shard=info.file)
+            elif info.shape != planned[name]:
+                yield Problem("tensor-shape", name, shape=info.shape, planned=planned[name])
 
 
 def _code_problems(manifest: Manifest, files: Mapping[str, ExpansionFile]) -> Iterator[Problem]:

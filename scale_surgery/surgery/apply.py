@@ -152,7 +152,7 @@ def apply(
     files = _files_around(extracted, compared) if compared.other_files else _put_back(extracted, checkpoint)
     check_space(target, needed_bytes(files, base_weights))
     state = {
-        "apply": {name: file.sha256 for name, file in extracted.record.files.items()},
+        "apply": {name: file.sha256 for name, file in extracted.listing.files.items()},
         "base": [source.name, source.revision, compared.files],
         "base_weights": base_weights,
     }
@@ -210,8 +210,8 @@ def _put_back(extract: Extract, base: Checkpoint) -> Contents:
     """Return every file where it was."""
     manifest, shards = extract.manifest, stored_shards(base, extract.manifest.numbering)
     names = {file.stored_as: name for name, file in manifest.base_files.items() if file.stored_as is not None}
-    places = {stored: shards.get(stored, base.path / names[stored]) for stored in extract.record.from_base}
-    return places | {name: extract.path / name_in_extract(name) for name in extract.record.files}
+    places = {stored: shards.get(stored, base.path / names[stored]) for stored in extract.listing.from_base}
+    return places | {name: extract.path / name_in_extract(name) for name in extract.listing.files}
 
 
 def _check_names(extract: Extract, base: ComparedBase) -> None:
@@ -228,7 +228,7 @@ def _taken_from_extract(extract: Extract, base: ComparedBase) -> list[str]:
     """Files that are taken over from the extract; a tokenizer is pinned, and takes new tokens, for each base."""
     made_anew = EXTENDED if _has_other_tokenizer(extract, base) else {TOKENIZER_CONFIG_FILE}
     left = made_anew if {*made_anew}.intersection(base.other_files) else ()
-    return [name for name in extract.record.files if name not in (*WRITTEN, *left)]
+    return [name for name in extract.listing.files if name not in (*WRITTEN, *left)]
 
 
 def _has_other_tokenizer(extract: Extract, base: ComparedBase) -> bool:

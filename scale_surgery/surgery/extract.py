@@ -119,9 +119,7 @@ def extract(
     texts, alone = _written_for_one(folder)
     from_base = tuple(file.stored_as for file in alone.base_files.values() if file.stored_as is not None)
     files, left_out = _expansion_files(folder, from_base, texts)
-    tensors = {name: info for name, info in folder.tensors.items() if name not in manifest.base_tensors}
-    problems = content_problems(path, manifest, folder.config, files, tensors)
-    refuse_damaged(folder, track, problems)
+    refuse_damaged(folder, track, content_problems(folder, files))
     licences = tuple(file for file in from_base if LICENCE.match(PurePosixPath(file).name))
     contents: dict[str, Content] = {name_in_extract(file): texts.get(file, path / file) for file in (*files, *licences)}
     check_space(target, needed_bytes(contents, base_weights))

@@ -37,7 +37,7 @@ COMMANDS = (
     *("inspect BASE", "plan BASE --layers 1", "expand BASE --layers 1 -o OUT", "generate BASE --prompt x"),
     *("evaluate BASE --old TEXT", "rank-layers BASE --data TEXT", "learn BASE --data TEXT -o OUT"),
     *("inspect WIDE", "verify WIDE", "merge WIDE -o OUT", "extract WIDE -o OUT", "route-export WIDE -o OUT"),
-    *("report WIDE", "train WIDE --data TEXT -o OUT", "push WIDE someone/model", "adopt WIDE -o OUT"),
+    *("report WIDE", "train WIDE --data TEXT -o OUT", "push WIDE someone/model", "adopt WIDE --expanded WIDE -o OUT"),
     *("inspect MANY", "verify MANY", "route-calibrate MANY --old TEXT --new TEXT"),
     *("apply EXTRACT --base GOOD -o OUT", "apply PART --base BASE -o OUT", "compose BASE PART -o OUT"),
 )

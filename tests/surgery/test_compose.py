@@ -252,7 +252,7 @@ ELSEWHERE = {
     "train {folder} --data {text} -o {out}": NAME,
     "merge {folder} -o {out}": NAME,
     "extract {folder} -o {out}": NAME,
-    "adopt {folder} --base {base} -o {out}": "{folder}: is an expanded model as it was written",
+    "adopt {folder} --expanded {folder} -o {out}": "{folder}: is an expanded model as it was written",
     "rank-layers {folder} --data {text}": "all: is an expanded model, expected a base model",
     "route-export {folder} --router none -o {out}": "{folder}: has several expansions (medicine, law, music, chess)",
     "apply {law} --base {folder} -o {out}": "is an expanded model, expected a base model",
