@@ -1,4 +1,4 @@
-"""Checks of the files of an expanded checkpoint against surgery.json: all that was written is there, and nothing else.
+"""Check the files of an expanded folder against surgery.json: nothing is missing, changed or added.
 
 `verify` reports the result. Commands that make another folder from an expanded one refuse a damaged one: its record
 would vouch for the damage.
@@ -51,7 +51,7 @@ class IntegrityReport:
 
     @property
     def problems(self) -> list[Problem]:
-        """All of it, whoever wrote the code files; what is missing is in the structure."""
+        """The problems of all kinds, whoever wrote the code files."""
         return [*self.base, *self.structure, *self.config, *self.code]
 
 
@@ -80,7 +80,7 @@ def check_integrity(folder: Folder, advance: Progress = no_progress) -> Integrit
 
 
 def bytes_of_model(folder: Folder) -> int:
-    """Bytes that `check_integrity` reads, for a progress bar; see `_hash_base`."""
+    """Return the number of bytes that `check_integrity` reads, for a progress bar."""
     manifest = folder.manifest
     stored = {file.stored_as: file.bytes for file in manifest.base_files.values() if file.stored_as is not None}
     files = {name: size for name, size in stored.items() if name not in manifest.joined_shards}
@@ -103,7 +103,7 @@ def refuse_damaged(folder: Folder, track: Track, also: Iterable[Problem] = (), *
 
 
 def _hash_base(folder: Folder, advance: Progress) -> tuple[dict[str, str], dict[str, str]]:
-    """sha256 of the base's files, by the names they are stored under, and of its tensors; of those that are there."""
+    """Hash the base's files, by their names in the folder, and its tensors; missing ones are left out."""
     manifest = folder.manifest
     names = dict.fromkeys(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
     there = [name for name in names if name not in manifest.joined_shards and (folder.path / name).is_file()]
@@ -118,14 +118,14 @@ def _hash_base(folder: Folder, advance: Progress) -> tuple[dict[str, str], dict[
 
 
 def _base_parts(manifest: Manifest) -> dict[str, str]:
-    """Names of the base's tensors in a folder, each to that of the base tensor."""
+    """Map the name of each base tensor in the folder to its name in the base."""
     # a fused model holds that of a tied embedding a second time, in its head
     head = None if manifest.fused is None else tied_head(manifest)
     return {name: name for name in manifest.base_tensors} | ({} if head is None else {head.name: head.base})
 
 
 def base_problems(folder: Folder, sums: Sums) -> tuple[Problem, ...]:
-    """List tensors of a base, and files by the names that they are stored under, that are not what they were."""
+    """List changed and missing base tensors, and base files by their names in the folder."""
     return (*_tensor_problems(folder.manifest, sums.tensors), *_file_problems(folder, sums.files))
 
 
@@ -141,7 +141,7 @@ def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[Proble
 
 
 def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[Problem]:
-    """Expansion tensors that are not what surgery.json knows of them, where it knows that."""
+    """Generate a problem for each trained expansion tensor that differs from its recorded sha256."""
     for expansion in manifest.expansions.values():
         known = {} if expansion.trained is None else {**expansion.tensors, **expansion.trained}
         for name, digest in known.items():
@@ -150,7 +150,7 @@ def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[Problem]
 
 
 def _spoiled_matrices(folder: Folder) -> Iterator[Problem]:
-    """What a fused model holds beside base and expansion, made of them, where it is not what was written."""
+    """Generate a problem for each tensor that fusing made of base and expansion, if it changed since."""
     made = {} if folder.manifest.fused is None else folder.manifest.fused["made"]
     hashes = hash_tensors(folder, [name for name in made if name in folder.tensors])
     for name, digest in made.items():
@@ -182,7 +182,7 @@ def _file_problems(folder: Folder, hashes: Mapping[str, str]) -> list[Problem]:
 
 
 def _damaged(folder: Folder, planned: Mapping[str, TensorPlan]) -> list[Problem]:
-    """Expansion tensors, and joined ones that they lie in, that are missing or of a wrong shape."""
+    """List expansion tensors, and joined tensors, that are missing or of a wrong shape."""
     manifest = folder.manifest
     problems = []
     is_fused = manifest.fused is not None
@@ -209,7 +209,7 @@ def _unexpected_tensors(folder: Folder, planned: Mapping[str, TensorPlan]) -> li
 
 
 def tokenizer_problems(folder: Folder) -> list[Problem]:
-    """List what a tokenizer would read that is not the base's: files, and keys of its config, which can name code."""
+    """List tokenizer files, and keys of tokenizer_config.json, that are not the base's; a key can name code."""
     manifest = folder.manifest
     problems = list[Problem]()
     # to a base that has no tokenizer a user may add one, though none that names code
@@ -235,7 +235,7 @@ def tokenizer_problems(folder: Folder) -> list[Problem]:
 
 
 def added_files(folder: Folder, names: Iterable[str]) -> list[str]:
-    """Those of some names of files at the top level that lie in a folder and are not the base's."""
+    """Return the given names of top-level files that the folder has and the base has not."""
     return [name for name in names if name in folder.side_files and name not in folder.manifest.base_files]
 
 

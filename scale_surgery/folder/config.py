@@ -1,4 +1,4 @@
-"""config.json and the index of an expanded folder, in any of its forms."""
+"""config.json of an expanded folder, in blocks or fused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMBERED_SINGLE_FILE = "model-00001-of-00001.safetensors"
 
 
 def stored_shard(shard: str) -> str:
-    """Name that a base shard has in the expanded folder: a single file becomes a numbered one."""
+    """Return the name of a base shard in the expanded folder: a single file becomes a numbered one."""
     return NUMBERED_SINGLE_FILE if shard == SINGLE_FILE else shard
 
 
@@ -69,7 +69,7 @@ def expanded_config(
 
 
 def _not_loaded(plans: Sequence[Plan]) -> dict[str, Any]:
-    """Paths of tensors of the base that its class does not load, which no loader is to take for damage."""
+    """Return the base tensors that its class does not load, so that no loader reports them as damage."""
     paths = sorted({path for plan in plans for path in plan.facts.not_loaded})
     return {"not_loaded": paths} if paths else {}
 
@@ -100,12 +100,12 @@ def path_problems_of(plan: Plan) -> list[Problem]:
 
 
 def code_texts(plan: Plan, *, is_fused: bool = False) -> dict[str, str]:
-    """Texts of the code files that what is made of a plan carries, expanded or fused, by their names."""
+    """Return the texts of the code files of an expanded or fused folder, by their names."""
     return modeling.code_texts(plan.architecture, plan.architecture.fused_code_files if is_fused else plan.code_files)
 
 
 def hash_texts(texts: Mapping[str, str]) -> dict[str, str]:
-    """sha256 of each text, by the same names."""
+    """Return the sha256 of each text, by the same names."""
     return {name: hashlib.sha256(text.encode("utf-8")).hexdigest() for name, text in texts.items()}
 
 
@@ -144,7 +144,7 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
 
 
 def _wide_values(config: Mapping[str, Any], manifest: Manifest, fork: int | None) -> dict[str, Any]:
-    """Sizes of hidden state and heads, base and expansion together, by keys of config.json; of new tokens none."""
+    """Return the sizes of hidden state and heads with the expansion, by keys of config.json."""
     plan = manifest.plan
     # where a model sees images, what serves its language model reads them from the modules
     if "text_config" in config or plan.widths == Widths(new_tokens=plan.widths.new_tokens):
@@ -172,7 +172,7 @@ def _wide_values(config: Mapping[str, Any], manifest: Manifest, fork: int | None
 
 
 def _heads(plan: Plan, layer: int) -> tuple[int, int]:
-    """Heads of queries, and of keys and values, of a layer of the fused model."""
+    """Return the numbers of query heads and of key/value heads in a layer of the fused model."""
     split = [block for block in plan.architecture.kind(layer).blocks if block.query_heads]
     if not split:
         return plan.sizes.query_heads, plan.sizes.key_value_heads
@@ -181,13 +181,13 @@ def _heads(plan: Plan, layer: int) -> tuple[int, int]:
 
 
 def written_config(manifest: Manifest, base: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of an expanded model, of that of its base: expanded, routed and fused as surgery.json has it."""
+    """Return config.json of an expanded folder, made of its base's: expanded, routed and fused as surgery.json says."""
     written = expanded_config(base, list(manifest.plans.values()), manifest.base_tensors, manifest.routing)
     return written if manifest.fused is None else fused_config(written, manifest)
 
 
 def config_problems(manifest: Manifest, config: Mapping[str, Any]) -> list[Problem]:
-    """List keys of config.json that are not what was written; none if no expansion stays: it is written anew."""
+    """List keys of config.json that changed since it was written; none without expansions."""
     if not manifest.expansions:
         return []
     written = written_config(manifest, manifest.base_config)

@@ -1,4 +1,4 @@
-"""The folder that `extract` writes: an expansion without its base, and what is needed to put it back.
+"""The folder that `extract` writes: an expansion without its base, and the records to put it back.
 
 expansion-*.safetensors, config.json, surgery.json, *.py, training/   as they lie in the expanded folder
 expanded.index.json    its index, under a name by which no loader takes the folder for a whole model
@@ -50,7 +50,7 @@ class ExpansionFile:
 
 @dataclass(frozen=True)
 class ExtractRecord:
-    """What extract.json holds.
+    """The content of extract.json.
 
     Attributes:
         format: Version of the record.
@@ -87,7 +87,7 @@ class Extract(Folder):
 
 
 def name_in_extract(file: str) -> str:
-    """Name that a file of the expanded folder has in the extract."""
+    """Return the name in the extract of a file of the expanded folder."""
     return STORED_INDEX if file == INDEX_FILE else file
 
 
@@ -130,12 +130,12 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
 
 
 def read_extract(file: Path) -> ExtractRecord:
-    """Read extract.json; refused if it is missing, is of another format or holds what `extract` does not write."""
+    """Read extract.json, and refuse it if it is missing, of another format, or has unknown content."""
     return read_record_file(file, ExtractRecord, EXTRACT_FORMAT)
 
 
 def check_own_files(extract: Extract, track: Track = no_track) -> None:
-    """Compare the files of an extract with the hashes in extract.json; all that differ are refused by name."""
+    """Compare the files of an extract with the hashes in extract.json, and name each that differs."""
     names = {name_in_extract(name): file for name, file in extract.listing.files.items()}
     with track("extract hashes", sum(file.bytes for file in names.values())) as advance:
         hashes = hash_files(extract.path, list(names), advance)
@@ -187,7 +187,7 @@ def _code_problems(manifest: Manifest, files: Mapping[str, ExpansionFile]) -> It
 
 
 def _remote_code_problems(path: Path, manifest: Manifest, files: Mapping[str, ExpansionFile]) -> Iterator[Problem]:
-    """Configs of tokenizers and processors that name code which the base's do not."""
+    """Generate a problem for each tokenizer or processor config that names code and is not the base's."""
     for name in files:
         if not name.endswith("_config.json"):
             continue

@@ -73,7 +73,7 @@ def open_folder(path: Path) -> Folder:
 
 
 def open_given(path: Path) -> Checkpoint:
-    """Read what an expansion can be put on: a base, or a `Folder` if it has a surgery.json."""
+    """Read a base, or a `Folder` if it has a surgery.json."""
     checkpoint = open_checkpoint(path)
     return with_record(checkpoint) if (path / MANIFEST_FILE).is_file() else checkpoint
 

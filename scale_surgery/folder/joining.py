@@ -71,17 +71,17 @@ class Joined:
 
     @property
     def base(self) -> str:
-        """Name of the base tensor in it, or of the first block where there is none."""
+        """Name of the base tensor in it, or of the first block if there is none."""
         return next(iter(self.pieces.values()))
 
     @property
     def is_bias(self) -> bool:
-        """Whether it is a bias, which has no columns."""
+        """True if it is a bias, which has no columns."""
         return self.name.endswith("bias")
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape as it is stored."""
+        """Its stored shape."""
         rows, columns = sum(map(sum, self.sections)), sum(self.inputs)
         if self.is_bias:
             return (rows,)
@@ -152,12 +152,12 @@ def _of_vocabulary(
 
 
 def _embedding_block(plan: Plan, block: str) -> str:
-    """Name of a block of the embedding."""
+    """Return the name of a block of the embedding."""
     return tensor_name(plan.embedding.removesuffix(".weight"), plan.request.name, block)
 
 
 def shares_head(manifest: Manifest) -> bool:
-    """Whether embedding and head of a fused model with an up stream are one matrix, as they are in the base."""
+    """Return True if a fused model with an up stream has one matrix for embedding and head, as its base."""
     plan, sizes = manifest.plan, manifest.plan.sizes
     # what leaves the last norm is wider by them than what enters the first layer
     is_too_wide = plan.architecture.keeps_width and own_columns(manifest) > 0
@@ -165,25 +165,25 @@ def shares_head(manifest: Manifest) -> bool:
 
 
 def tied_head(manifest: Manifest) -> Joined | None:
-    """The head of a fused model that was tied to the embedding and is a matrix of its own, if there is one."""
+    """Return the head of a fused model if it was tied to the embedding and is now a separate matrix."""
     *_, last = joined_tensors(manifest)
     return last if "up_weight" in last.pieces and last.base == manifest.plan.embedding != last.name else None
 
 
 def own_columns(manifest: Manifest) -> int:
-    """Columns of the embedding of a fused model that only the embedding reads, if it is the head too."""
+    """Return the number of columns of a shared matrix that only the embedding reads."""
     plan = manifest.plan
     return plan.widths.up_width * (_embedding_block(plan, "up_weight") in manifest.expansion_tensors)
 
 
 def copied_head(manifest: Manifest) -> str | None:
-    """Name of a head that the base's files hold beside the embedding to which it is tied, if a fused model lacks it."""
+    """Return the name of a tied head that the base stores separately and the fused model does not."""
     head = f"{manifest.plan.head}.weight"
     return head if head in manifest.base_tensors and shares_head(manifest) else None
 
 
 def _stock_linears(plan: Plan, layer: int) -> dict[str, Spec]:
-    """Linears of a layer as they are in the base."""
+    """Return the linears of a layer of the base."""
     return {
         linear.name: {"in_features": (linear.inputs, 0), "out_features": [(size, 0) for size in linear.outputs]}
         for linear in plan.architecture.kind(layer).linears
@@ -191,17 +191,17 @@ def _stock_linears(plan: Plan, layer: int) -> dict[str, Spec]:
 
 
 def block_name(module: str, expansion: str, block: str) -> str:
-    """Name of a base tensor or a block of a module."""
+    """Return the name of a base tensor or of a block of a module."""
     return f"{module}.{block}" if block in ("weight", "bias") else tensor_name(module, expansion, block)
 
 
 def fork_of(manifest: Manifest) -> int | None:
-    """The first layer of a fused model that two paths pass through; None where its router, if any, weighs no two."""
+    """Return the first layer of a fused model that runs for two paths; None without a router over two."""
     return min(manifest.plan.collaboration.layers, default=None) if manifest.routing is not None else None
 
 
 def _passing_linears(plan: Plan, layer: int) -> dict[str, Spec]:
-    """Linears of a layer that is not expanded, above one that is, which read or write the hidden state."""
+    """Return the linears that read or write the hidden state in an unexpanded layer above an expanded one."""
     passing = specs_of_layer(plan.specs, layer)["passing"]
     return {
         linear.name: {
@@ -216,7 +216,7 @@ def _passing_linears(plan: Plan, layer: int) -> dict[str, Spec]:
 
 
 def renamed_tensors(manifest: Manifest) -> dict[str, str]:
-    """Tensors that a fused model holds as they are under another name: blocks of norms, and linears of two paths."""
+    """Return the new names of tensors that fusing only renames: blocks of norms, and linears of two paths."""
     joined = list(joined_tensors(manifest))
     inside = {name for item in joined for name in item.pieces.values()}
     names = (name for name in manifest.expansion_tensors if name not in inside)
@@ -229,7 +229,7 @@ def renamed_tensors(manifest: Manifest) -> dict[str, str]:
 
 
 def _fused_name(plan: Plan, module: str, block: str) -> str:
-    """Name of a block that a fused model holds as it is; the gate of the head stands in the last norm."""
+    """Return the name in a fused model of a block that is only renamed; the gate of the head is in the last norm."""
     block = block.rpartition(".")[2]
     if (module, block) == (plan.head, "gate"):
         return f"{last_norm_of(plan)}.gate"
@@ -237,7 +237,7 @@ def _fused_name(plan: Plan, module: str, block: str) -> str:
 
 
 def head_of(manifest: Manifest) -> tuple[str, str | None]:
-    """Names of the base tensors that the head is made of: its weight, or the embedding's where tied, and its bias."""
+    """Return the names of the head's weight, or of the embedding if they are tied, and of its bias."""
     head = manifest.plan.head
     weight, bias = f"{head}.weight", f"{head}.bias"
     has_own = weight in manifest.base_tensors
@@ -245,17 +245,17 @@ def head_of(manifest: Manifest) -> tuple[str, str | None]:
 
 
 def gram_size(manifest: Manifest) -> int:
-    """Rows of the matrix by which a fused model with a cosine router decides."""
+    """Return the rows of the Gram matrix of a fused model with a cosine router."""
     return manifest.plan.sizes.hidden + (head_of(manifest)[1] is not None)
 
 
 def gram_of(plan: Plan) -> str:
-    """Name of the matrix by which a fused model with a cosine router decides; see `modeling_fused`."""
+    """Return the name of the Gram matrix of a fused model with a cosine router; see `modeling_fused`."""
     return f"{last_norm_of(plan)}.gram"
 
 
 def last_norm_of(plan: Plan) -> str:
-    """Name of the last norm."""
+    """Return the name of the last norm."""
     return f"{plan.prefix}{plan.architecture.on_disk(plan.architecture.final_norm.name)}"
 
 
@@ -289,7 +289,7 @@ def damaged_pieces(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> lis
 
 
 def _shape(joined: Joined, block: str) -> tuple[int, ...]:
-    """Shape of a piece as it is stored."""
+    """Return the stored shape of a piece."""
     is_up_row, column = PLACES[block]
     rows = sum(sum(section) if is_up_row is None else section[is_up_row] for section in joined.sections)
     if joined.is_bias:
@@ -311,7 +311,7 @@ def cast_problems(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list
 
 
 def join_pieces(joined: Joined, read: Callable[[str], Tensor]) -> Tensor:
-    """Join what `read` gives for the name of each piece; in the dtype of the base tensor, as it is to be stored."""
+    """Join the pieces that `read` returns by name, in the dtype of the base tensor."""
     base = read(joined.base)
     whole = _by_rows(joined, base.new_zeros(joined.shape))
     for block, name in joined.pieces.items():
@@ -331,7 +331,7 @@ def take_piece(joined: Joined, block: str, whole: Tensor) -> Tensor:
 
 
 def _by_rows(joined: Joined, tensor: Tensor) -> Tensor:
-    """A stored tensor with outputs as rows, or the other way around."""
+    """Transpose a stored tensor if its outputs are not rows; applied twice it changes nothing."""
     return tensor.t() if joined.is_transposed and not joined.is_bias else tensor
 
 

@@ -1,4 +1,4 @@
-"""What each file of a folder to be is made of, as a value, and one function that writes them.
+"""The content of each file of a folder to be, as a value, and one function that writes them.
 
 Path      taken over as a file: a reflink, a copy or a hard link
 Headed    the data of a shard behind another header

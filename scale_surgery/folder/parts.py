@@ -1,4 +1,4 @@
-"""Base tensors and blocks of a model folder, and its base as files, wherever they lie."""
+"""Read base tensors and blocks of a folder, in blocks or fused, and its base as files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def part_readers(folder: Folder) -> dict[str, Callable[[], Tensor]]:
-    """How to read every base tensor and every block of an expanded model, fused or not, by name."""
+    """Return a reader of each base tensor and each block of a folder, by name."""
     manifest = folder.manifest
     readers: dict[str, Callable[[], Tensor]] = {
         name: functools.partial(read_tensor, folder, name) for name in folder.tensors
@@ -65,7 +65,7 @@ def part_readers(folder: Folder) -> dict[str, Callable[[], Tensor]]:
 
 
 def described_parts(folder: Folder) -> Mapping[str, TensorInfo]:
-    """Dtype, shape and size of every base tensor and block of an expanded model, fused or not, by name."""
+    """Return dtype, shape and size of each base tensor and each block of a folder, by name."""
     if folder.manifest.fused is None:
         return folder.tensors
     headers = {shard: parse_json(record["header"]) for shard, record in folder.manifest.joined_shards.items()}
@@ -83,7 +83,7 @@ def _take(item: Joined, block: str, read: Callable[[str], Tensor]) -> Tensor:
 
 
 def hash_parts(folder: Folder, names: Iterable[str], advance: Progress = no_progress) -> dict[str, str]:
-    """sha256 of the bytes of base tensors and blocks, by name; of those that are there."""
+    """Hash base tensors and blocks, by name; missing ones are left out."""
     if folder.manifest.fused is None:
         return hash_tensors(folder, [name for name in names if name in folder.tensors], advance)
     readers, hashes = part_readers(folder), {}
@@ -111,7 +111,7 @@ def base_contents(path: Path, manifest: Manifest) -> dict[str, Content]:
 
 
 def link_base(expanded: Folder, folder: Path) -> dict[str, str]:
-    """Make a folder that loads as the base: links to its files where they are whole, and no byte of a tensor copied."""
+    """Make a folder of links that loads as the base; no tensor is copied."""
     manifest = expanded.manifest
     for name, file in manifest.base_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def link_base(expanded: Folder, folder: Path) -> dict[str, str]:
 
 
 def base_tokenizer(expanded: Folder, tokenizer: Any, run: RunOptions) -> Any:
-    """The tokenizer of the base of a folder whose own is given: another one where an expansion adds tokens."""
+    """Return the tokenizer of a folder's base: the folder's own, unless an expansion adds tokens."""
     if not expanded.of_all.manifest.adds_tokens:
         return tokenizer
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +144,7 @@ def base_tokenizer(expanded: Folder, tokenizer: Any, run: RunOptions) -> Any:
 
 
 def tokenizer_alone(expanded: Folder, run: RunOptions) -> Any:
-    """The tokenizer that an expansion has alone: where another one of the folder adds tokens, that of the base."""
+    """Return the tokenizer of an expansion alone: the base's, if another expansion of the folder adds tokens."""
     tokenizer = need_tokenizer(expanded.path, expanded.path.name, run)
     return tokenizer if expanded.manifest.adds_tokens else base_tokenizer(expanded, tokenizer, run)
 

@@ -64,7 +64,7 @@ class BaseTensor:
 
     @property
     def form(self) -> str:
-        """Dtype and shape, to be read."""
+        """Dtype and shape, for people."""
         return f"{self.dtype} {list(self.shape)}"
 
     @property
@@ -160,7 +160,7 @@ class Manifest:
         return self.expansions[self.name].training
 
     def with_expansion(self, **changes: Any) -> Manifest:
-        """A copy with other values of the only expansion."""
+        """Return a copy with other values of the only expansion."""
         return replace(self, expansions={self.name: replace(self.expansions[self.name], **changes)})
 
     @property
@@ -186,29 +186,29 @@ class Manifest:
 
     @property
     def numbering(self) -> Numbering | None:
-        """Where layers stand among copies; None where no layer is duplicated."""
+        """Positions of layers among copies; None if no layer is duplicated."""
         return next((plan.numbering for plan in self.plans.values()), None)
 
     @property
     def code_files(self) -> tuple[str, ...]:
-        """Names of the code files that the folder needs; where all expansions are left out, of those that it had."""
+        """Names of the code files that the folder needs; without expansions, of those that it has."""
         if self.fused is not None:
             return self.plan.architecture.fused_code_files
         return self.first_plan.code_files if self.expansions else tuple(self.code)
 
     @property
     def adds_tokens(self) -> bool:
-        """Whether one of the expansions adds tokens to the tokenizer."""
+        """True if one of the expansions adds tokens to the tokenizer."""
         return any(plan.widths.new_tokens for plan in self.plans.values())
 
     @property
     def planned(self) -> dict[str, TensorPlan]:
-        """Every tensor of every expansion, by its name."""
+        """The planned tensors of all expansions, by name."""
         return {tensor.name: tensor for plan in self.plans.values() for tensor in plan.tensors}
 
     @property
     def changed_texts(self) -> tuple[str, ...]:
-        """Base files whose text in `replaced` is not what it was."""
+        """Base files whose text in `replaced` has another sha256 than recorded."""
         hashes = {name: sha256(text.encode("utf-8")).hexdigest() for name, text in self.replaced.items()}
         return tuple(name for name, digest in hashes.items() if digest != self.base_files[name].sha256)
 
@@ -220,11 +220,11 @@ class Manifest:
 
     @property
     def joined_shards(self) -> Mapping[str, Mapping[str, str]]:
-        """Shards that a fused model was made of, whose tensors now lie in joined ones; none where it has its blocks."""
+        """Shards from which a fused model was made; empty for a folder in blocks."""
         return {} if self.fused is None else self.fused["shards"]
 
     def to_json(self) -> dict[str, Any]:
-        """What surgery.json holds, as plain JSON values."""
+        """Return the content of surgery.json as plain JSON values."""
         expansions = {
             name: {
                 "request": asdict(record.plan.request),
@@ -252,12 +252,12 @@ class StoredManifest(Manifest):
 
 
 def base_tensors(base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, BaseTensor]:
-    """The tensors of a base for surgery.json; `hashes` has the sha256 of each."""
+    """Describe the tensors of a base for surgery.json; `hashes` has the sha256 of each."""
     return {name: BaseTensor(hashes[name], info.dtype, info.shape) for name, info in base.tensors.items()}
 
 
 def tool_versions() -> dict[str, str]:
-    """Versions of this program and of the libraries under it."""
+    """Return the versions of this program and of the libraries that it uses."""
     names = ("scale-surgery", "torch", "transformers", "safetensors")
     return {name: _version(name) for name in names} | {"python": platform.python_version()}
 
@@ -297,12 +297,12 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_stored(file: Path) -> StoredManifest:
-    """Read surgery.json, and check the kinds of all values; what they mean together, `read_manifest` checks."""
+    """Read surgery.json, and check the type of each value; `read_manifest` checks them together."""
     return read_record_file(file, StoredManifest, MANIFEST_FORMAT)
 
 
 def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, entry: RecordEntry) -> ExpansionRecord:
-    """The record of an expansion, its plan made again."""
+    """Return the record of an expansion, with its plan made again."""
     request, facts = entry.request, entry.facts
     if request.name != name or not name.isidentifier():
         kind = repr(name) if name.isidentifier() else "letters, digits and underscores"
@@ -321,7 +321,7 @@ def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, entry:
 
 
 def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:
-    """Names of files that taking a fused model apart writes."""
+    """Return the names of the files that `merge --to blocks` writes."""
     if fused is None:
         return []
     if not fused["shards"]:
@@ -341,7 +341,7 @@ def _check_renumbered(manifest: Manifest) -> None:
 
 
 def _check_fused(manifest: Manifest) -> None:
-    """Check that the record of a fused model names its tensors: which joined one each is in follows from the names."""
+    """Check that the record of a fused model names its tensors; the joined tensor of each follows from its name."""
     if manifest.fused is None:
         return
     known: dict[str, Mapping[str, Any]] = {

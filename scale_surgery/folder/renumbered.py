@@ -36,7 +36,7 @@ def renumbered_shards(base: Checkpoint, numbering: Numbering | None) -> dict[str
 
 
 def numbering_in(manifest: Manifest) -> Numbering:
-    """Where layers stand among copies in a model that has some."""
+    """Return the positions of layers among copies, in a model that has copies."""
     numbering = manifest.plan.numbering
     assert numbering is not None  # read_manifest has seen to it
     return numbering

@@ -152,12 +152,12 @@ def weights_of(router: PosteriorRouter) -> tuple[float, ...]:
 
 
 def is_even(weights: Sequence[float]) -> bool:
-    """Whether weights are all the same."""
+    """Return True if all weights are equal."""
     return max(weights) - min(weights) <= EVEN
 
 
 def is_default(router: Router, expansions: int) -> bool:
-    """Whether the numbers of a router are its defaults; what it switches on or off may be either."""
+    """Return True if the numbers of a router are its defaults; its switches do not count."""
     switches = {name: value for name, value in router.settings.items() if isinstance(value, bool)}
     return router == type(router)(**switches).for_expansions(expansions)
 

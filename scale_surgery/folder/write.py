@@ -1,4 +1,4 @@
-"""All of an expanded folder but its new tensors: the base's files, code and config, index and record.
+"""Write an expanded folder around its new tensors: files of the base, code and config, index and record.
 
 base shards     --as files-->  model-*.safetensors       (same bytes; above a duplicated layer under other names)
 config.json     --edited-->    config.json, *.py         (own model_type, own classes)
@@ -88,7 +88,7 @@ def write_router(target: Path, folder: Folder, routing: Router | None) -> None:
 
 
 def tool_on(run: RunOptions) -> dict[str, str]:
-    """What makes the new tensors: the same on the same device gives the same bytes."""
+    """Return the versions and the device that make the new tensors; the same give the same bytes."""
     return tool_versions() | {"device": run.device}
 
 

@@ -46,7 +46,7 @@ from scale_surgery.surgery.saved import (
 
 @dataclass(frozen=True)
 class Adopted:
-    """What `adopt` did.
+    """Result of `adopt`.
 
     Attributes:
         path: The expanded checkpoint.
@@ -81,7 +81,7 @@ class Adopted:
 
 
 def default_output(saved: str | Path) -> Path:
-    """Where an adopted model goes when nothing is said: `<name>-adopted` in the current folder."""
+    """Return the default output folder: `<name>-adopted` in the current folder."""
     return Path(f"{find_source(saved).name.rsplit('/', 1)[-1]}-adopted")
 
 

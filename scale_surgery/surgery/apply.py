@@ -76,7 +76,7 @@ class GivenBase:
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply` did.
+    """Result of `apply`.
 
     Attributes:
         path: The expanded checkpoint.
@@ -232,7 +232,7 @@ def _taken_from_extract(extract: Extract, base: ComparedBase) -> list[str]:
 
 
 def _has_other_tokenizer(extract: Extract, base: ComparedBase) -> bool:
-    """Whether new tokens have to be written into another tokenizer than that of the base it was expanded from."""
+    """Return True if new tokens are to be written into another tokenizer than the one they were made for."""
     is_other = not set(base.other_files).isdisjoint(EXTENDED)
     return is_other and extract.manifest.plan.request.new_tokens is not None
 

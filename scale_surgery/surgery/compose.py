@@ -43,7 +43,7 @@ from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base
 
 @dataclass(frozen=True)
 class Composed:
-    """What `compose` did.
+    """Result of `compose`.
 
     Attributes:
         path: The folder.
@@ -167,7 +167,7 @@ def _plan_beside(
 
 
 def _check_base(given: Checkpoint, track: Track) -> Mapping[str, str]:
-    """Check a base, or an expanded folder that is to have other expansions; hashes of the base's tensors."""
+    """Check a base, or a folder, and return the hashes of the base's tensors."""
     if not isinstance(given, Folder):
         check_clashes(given)
         return hash_base(given, track)
@@ -192,7 +192,7 @@ def check_beside(plans: Iterable[Plan]) -> None:
 
 
 def routing_beside(given: Checkpoint, expansions: int, routing: Router | None = None) -> Router | None:
-    """How a folder routes that gets so many expansions: as asked for, as before, or all paths alike."""
+    """Return the router of a folder with this number of expansions: as asked for, as before, or all paths alike."""
     before = given.manifest if isinstance(given, Folder) else None
     known = None if before is None else before.routing
     if routing is None and (before is None or len(before.expansions) != expansions):
@@ -233,7 +233,7 @@ def _open(source: Source, remove: Sequence[str]) -> Checkpoint:
 
 
 def _open_extracts(extracts: Mapping[str, str | Path] | Sequence[str | Path] | str | Path) -> dict[str, Extract]:
-    """Open extracts, by the names that they get; one that was made as `default` is called as its folder is."""
+    """Open extracts by the names that they get; the extract of a `default` expansion is named after its folder."""
     given = list(extracts.values()) if isinstance(extracts, Mapping) else listed(extracts)
     if others := [path for path in given if not isinstance(path, str | Path)]:
         raise PlanError(*(Problem("extract-no-path", "extracts", value=value) for value in others))
@@ -262,7 +262,7 @@ def _check_names(wanted: Mapping[str, Extract], kept: Mapping[str, ExpansionReco
 
 
 def _rename(record: ExpansionRecord, plan: Plan) -> ExpansionRecord:
-    """What surgery.json says of an expansion that stands beside this base, under the name in its new plan."""
+    """Return the record of an expansion under the name in its new plan."""
     began, trained = (
         None if hashes is None else {renamed(tensor, plan.request.name): digest for tensor, digest in hashes.items()}
         for hashes in (record.tensors, record.trained)

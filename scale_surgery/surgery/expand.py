@@ -39,7 +39,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Expansion:
-    """What `expand` did.
+    """Result of `expand`.
 
     Attributes:
         path: The expanded checkpoint.
@@ -60,7 +60,7 @@ class Expansion:
 
 
 def default_output(plan: Plan) -> Path:
-    """Where an expanded model goes when nothing is said: `<name>-<method>` in the current folder."""
+    """Return the default output folder: `<name>-<method>` in the current folder."""
     return Path(f"{plan.base_name.rsplit('/', 1)[-1]}-{plan.method.name}")
 
 
@@ -150,7 +150,7 @@ def _plan_for(source: Source, given: Checkpoint, plan_or_request: Plan | Request
 def _write_new_tensors(
     plan: Plan, base: Checkpoint, partial: Path, device: str, tokenizer: Any | None, track: Track
 ) -> None:
-    """Write the shards of new tensors; one that is there already, from an interrupted run, stays."""
+    """Write the shards of new tensors; a shard of an interrupted run stays."""
     from scale_surgery.tensors.initialise import Initialiser
 
     initialiser = Initialiser(plan, base, device, tokenizer)
@@ -168,7 +168,7 @@ def _write_new_tensors(
 
 
 def _warn_of_untrained_tokens(base: Checkpoint, plan: Plan, tokenizer: Any | None) -> tuple[str, ...]:
-    """Warn where tokens were added to the tokenizer whose rows of the embedding nobody trained; one warning or none."""
+    """Return a warning if tokens were added to the base's tokenizer and their embeddings never trained."""
     name = plan.embedding
     if tokenizer is None or name not in base.tensors:
         return ()

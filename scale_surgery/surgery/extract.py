@@ -54,7 +54,7 @@ LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Extracted:
-    """What `extract` did.
+    """Result of `extract`.
 
     Attributes:
         path: The extract.
@@ -155,7 +155,7 @@ def extract(
 
 
 def _named_licence(path: Path, manifest: Manifest, from_base: tuple[str, ...]) -> dict[str, Any]:
-    """The licence that the base's card names, for the card of the extract."""
+    """Return the licence that the base's card names, for the card of the extract."""
     card = manifest.base_files.get("README.md")
     if card is None or card.stored_as not in from_base:
         return {}
@@ -163,7 +163,7 @@ def _named_licence(path: Path, manifest: Manifest, from_base: tuple[str, ...]) -
 
 
 def _written_for_one(folder: Folder) -> tuple[dict[str, str], Manifest]:
-    """Texts of a folder of several expansions, rewritten for one, and its record; none where it holds one: they fit."""
+    """Return the texts of a folder rewritten for one of several expansions, and their record."""
     manifest = folder.manifest
     if folder.whole is None:
         return {}, manifest
@@ -180,7 +180,7 @@ def _written_for_one(folder: Folder) -> tuple[dict[str, str], Manifest]:
 def _expansion_files(
     folder: Folder, from_base: tuple[str, ...], texts: Mapping[str, str]
 ) -> tuple[dict[str, ExpansionFile], tuple[str, ...]]:
-    """The files that are not the base's, with their hashes, and those that are left out."""
+    """Return the files that are not the base's, with their hashes, and the files that are left out."""
     others = [file for file in (*folder.shards, *folder.side_files, MANIFEST_FILE) if file not in from_base]
     known = {*folder.shards, *folder.manifest.base_files}
     left_out = tuple(

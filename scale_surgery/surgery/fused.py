@@ -67,7 +67,7 @@ def check_fusible(folder: Folder) -> None:
 
 
 def _router_problems(manifest: Manifest) -> list[Problem]:
-    """Why a routed model has no fused form."""
+    """Return the reasons why a routed model has no fused form."""
     routing = manifest.routing
     if isinstance(routing, CosineRouter) and routing.strict and manifest.plan.widths.new_tokens:
         return [Problem("fused-router-and-tokens", "--to fused")]
@@ -103,7 +103,7 @@ def write_fused(folder: Folder, partial: Path, track: Track) -> dict[str, Any]:
 
 
 def fused_shards(folder: Folder) -> dict[str, Content]:
-    """What each shard of the fused form holds: of each shard the tensors that stay, with the joined ones in place."""
+    """Return the content of each shard of the fused form: kept tensors, and joined ones in the place of their parts."""
     manifest = folder.manifest
     tensors, renamed = folder.tensors, renamed_tensors(manifest)
     # a head that was tied, but is no more, stands where its up part was
@@ -131,7 +131,7 @@ def fused_shards(folder: Folder) -> dict[str, Content]:
 
 
 def _make_gram(manifest: Manifest, read: Callable[[str], Tensor]) -> Tensor:
-    """G = [W b]'[W b] of the base's head, by which a cosine of logits is one of features."""
+    """Compute G = [W b]'[W b] of the base's head: it turns a cosine of logits into one of features."""
     import torch
 
     name, bias = head_of(manifest)
@@ -154,7 +154,7 @@ def _make_gram(manifest: Manifest, read: Callable[[str], Tensor]) -> Tensor:
 
 
 def _shards_of(folder: Folder, track: Track) -> dict[str, dict[str, str]]:
-    """Header and sha256 of every shard; those of the base were compared with their recorded ones before."""
+    """Return header and sha256 of each shard; the hashes of base shards are the recorded ones, already checked."""
     known = {file.stored_as: file.sha256 for file in folder.manifest.base_files.values()}
     new_shards = [shard for shard in folder.shards if shard not in known]
     with track("hashes", sum((folder.path / shard).stat().st_size for shard in new_shards)) as advance:
@@ -164,7 +164,7 @@ def _shards_of(folder: Folder, track: Track) -> dict[str, dict[str, str]]:
 
 
 def write_blocks(folder: Folder, partial: Path, track: Track) -> None:
-    """Write every file that `write_fused` made another of, and check each shard by its hash."""
+    """Write each file that `write_fused` replaced, and check each shard by its hash."""
     manifest = folder.manifest
     assert manifest.fused is not None
     shards: dict[str, Content] = {shard: rebuilt_shard(folder, shard) for shard in manifest.joined_shards}

@@ -123,7 +123,7 @@ def _load_base(
 
 
 def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> None:
-    """Refuse a loaded model that is not the base, or that lies where it cannot be shared."""
+    """Refuse a loaded model that is not the base, or whose weights cannot be shared."""
     check_shareable(model)
     expected = extract.manifest.base_tensors
     base = InMemory(model, expected)
@@ -148,7 +148,7 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
 
 
 def _base_config(model: Any) -> dict[str, Any]:
-    """The config of the base of a model in memory."""
+    """Return the config of the base of a model in memory."""
     config: dict[str, Any] = model.config.to_dict()
     if not is_expanded(model):
         return config
@@ -160,7 +160,7 @@ def _base_config(model: Any) -> dict[str, Any]:
 
 
 def _check_dtypes(extract: Extract, base: InMemory, headers: Mapping[str, Tensor]) -> None:
-    """Refuse a model that was cast; what its class keeps in float32 is compared by its value."""
+    """Refuse a model that was cast; tensors that its class keeps in float32 are compared by value."""
     expected = extract.manifest.base_tensors
     dtypes = {name: _stored_dtype(tensor) for name, tensor in headers.items()}
     others = {name: dtype for name, dtype in dtypes.items() if dtype != expected[name].dtype}
@@ -186,13 +186,13 @@ def _check_values(extract: Extract, base: InMemory, headers: Mapping[str, Tensor
 
 
 def _stored_dtype(tensor: Tensor) -> str:
-    """Dtype of a tensor in safetensors' name."""
+    """Return the dtype of a tensor, in safetensors' name."""
     name = str(tensor.dtype).removeprefix("torch.")
     return FLOAT_DTYPES.get(name, name.replace("uint", "U").replace("int", "I").upper())
 
 
 def _as_stored(tensor: Tensor, dtype: str) -> Tensor | None:
-    """A tensor in the dtype in which it is stored; None where that does not hold its values."""
+    """Return a tensor in its stored dtype; None if that does not hold its values."""
     import torch
 
     if _stored_dtype(tensor) == dtype:

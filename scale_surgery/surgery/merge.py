@@ -49,7 +49,7 @@ MergedForm = Literal["fused", "stock", "blocks"]
 
 @dataclass(frozen=True)
 class Merged:
-    """What `merge` did.
+    """Result of `merge`.
 
     Attributes:
         path: The new checkpoint.
@@ -144,7 +144,7 @@ def merge(
 
 @contextmanager
 def _isolated(folder: Folder, target: Path, track: Track) -> Iterator[Path]:
-    """A folder of one of several expansions alone on the base, without the router that weighed them; it goes again."""
+    """Yield a temporary folder of one expansion alone on the base, without a router."""
     others = [name for name in folder.of_all.manifest.expansions if name not in folder.manifest.expansions]
     with locked_scratch(target) as scratch:
         alone = scratch / folder.path.resolve().name
@@ -178,12 +178,12 @@ def _needed_bytes(folder: Folder, to: MergedForm) -> int:
 
 
 def _state(manifest: Manifest, to: MergedForm) -> dict[str, Any]:
-    """What decides whether an unfinished folder may be continued."""
+    """Return the state that an unfinished folder must have to be continued."""
     return {"merge": to, "base": manifest.first_plan.base_fingerprint, "tool": tool_versions()}
 
 
 def _write(folder: Folder, partial: Path, to: MergedForm, track: Track) -> dict[str, Any]:
-    """Write all but the record; returns what surgery.json of a fused model has to remember."""
+    """Write all but the record, and return the texts and headers that a fused model's surgery.json keeps."""
     if to == "stock":
         write_stock(folder, partial, track)
         return {}
@@ -207,7 +207,7 @@ def _check_drift(partial: Path, target: Path, drift: Drift) -> None:
 
 
 def _check_blocks(source: Path, partial: Path, track: Track) -> None:
-    """Check what was made of texts that surgery.json kept, and that nobody has compared with anything so far."""
+    """Check the restored folder against its restored surgery.json."""
     try:
         folder = open_folder(partial)
         with track("hashes", bytes_of_model(folder)) as advance:
@@ -219,13 +219,13 @@ def _check_blocks(source: Path, partial: Path, track: Track) -> None:
 
 
 def _fused_record(manifest: Manifest, remembered: Mapping[str, Any], drift: Drift) -> Manifest:
-    """surgery.json of a fused model."""
+    """Return the record of a fused model."""
     code = hash_texts(code_texts(manifest.plan, is_fused=True))
     return replace(manifest, fused={**remembered, "drift": asdict(drift)}, code=code, verification=None)
 
 
 def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track) -> dict[str, Any]:
-    """merge.json: where a stock export comes from, how far its logits are from there, and what was written."""
+    """Return merge.json: the origin of a stock export, the drift of its logits, and its files."""
     assert manifest.plan.costs.stock is not None
     sizes = {name: (partial / name).stat().st_size for name in list_files(partial) if name != STOCK_FILE}
     with track("hashes", sum(sizes.values())) as advance:

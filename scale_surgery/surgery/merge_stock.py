@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def check_stock(folder: Folder) -> None:
-    """Check that an expanded model has a stock form; if it has none, every reason is given."""
+    """Check that an expanded model has a stock form, and give every reason if it has none."""
     forms, casts = stock_problems(*_facts(folder.manifest)), cast_problems(folder.tensors, folder.manifest)
     if problems := [*_state_problems(folder.manifest), *forms, *casts]:
         raise PlanError(*problems)
@@ -83,7 +83,7 @@ def write_stock(folder: Folder, partial: Path, track: Track = no_track) -> None:
 
 
 def stock_shards(folder: Folder) -> dict[str, list[Entry]]:
-    """What each base shard holds in the stock form, by the shard's name in the expanded folder."""
+    """Return the tensors of each base shard in the stock form, by the shard's name in the expanded folder."""
     manifest = folder.manifest
     shapes = stock_shapes(*_facts(manifest), manifest.base_tensors, manifest.plan.head)
     joined = {item.name: item for item in joined_tensors(manifest)}
@@ -99,7 +99,7 @@ def stock_shards(folder: Folder) -> dict[str, list[Entry]]:
 
 
 def _make(folder: Folder, name: str, joined: Joined | None) -> Tensor:
-    """A larger tensor: base and new values side by side where its layer was expanded, then zeros."""
+    """Make a larger tensor: base values, new values if its layer is expanded, then zeros."""
     read = functools.partial(read_tensor, folder)
     architecture, sizes, widths = _facts(folder.manifest)
     match = architecture.find_linear(name.rpartition(".")[0])

@@ -32,7 +32,7 @@ from scale_surgery.progress import Track, no_track
 
 @dataclass(frozen=True)
 class Routed:
-    """What `route_export` did.
+    """Result of `route_export` and `unroute`.
 
     Attributes:
         path: The new checkpoint.
@@ -106,7 +106,7 @@ def unroute(
     overwrite: bool = False,
     track: Track = no_track,
 ) -> Routed:
-    """Write a routed checkpoint without its router: what was there before it, and what was learned since.
+    """Write a routed checkpoint without its router, with the tensors that were trained since.
 
     Args:
         routed: Folder of a routed checkpoint.
@@ -202,6 +202,6 @@ def _write(
 
 
 def _forks(manifest: Manifest) -> tuple[int, ...]:
-    """The first layer with W12 of each expansion that has one: there its base stream parts from the base's."""
+    """Return the first layer with W12 of each expansion that has one: the path forks there."""
     layers = (plan.collaboration.layers for plan in manifest.plans.values())
     return tuple(min(wide) for wide in layers if wide)

@@ -1,4 +1,4 @@
-"""Whether a base is the one that an extracted expansion was made on: its config, its tensors' shapes, their bytes."""
+"""Compare a base with the recorded base of an extract: config, shapes and bytes of tensors."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, giv
 
 
 def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
-    """sha256 of the bytes of every tensor of a base."""
+    """Hash each tensor of a base."""
     with track("base tensors", sum(info.bytes for info in base.tensors.values())) as advance:
         return hash_tensors(base, list(base.tensors), advance)
 
 
 def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]) -> dict[str, Problem]:
-    """Find tensors of a base that fits, with these hashes, that differ from those that the expansion was made on."""
+    """Find the tensors of a base that differ from those on which the expansion was made."""
     differing = {}
     for name, info in base.tensors.items():
         given, expected = BaseTensor(hashes[name], info.dtype, info.shape), extract.manifest.base_tensors[name]
@@ -70,7 +70,7 @@ def refuse_differing(extract: Extract, name: str, differing: Mapping[str, Proble
 
 
 def base_title(manifest: Manifest) -> str:
-    """What a base is called, with its commit where that is known."""
+    """Return the name of a base, with its commit if known."""
     return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
 
 

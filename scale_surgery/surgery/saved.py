@@ -1,4 +1,4 @@
-"""What a trainer saved of an expanded model, beside the model that it was given: the same expansion, tensor by tensor.
+"""Compare the output of a trainer with the expanded folder that it trained, tensor by tensor.
 
 config.json     --compared-->  the same expansion; other differences are listed
 names, shapes   --matched-->   which tensor is which; none is missing, unexpected or of another shape
@@ -56,14 +56,14 @@ NUMBERS = {"F64", *FLOAT_DTYPES.values()}
 
 @dataclass(frozen=True)
 class Trained:
-    """The expanded model that a trainer was given: what it is called, and its folder."""
+    """The expanded model that was trained: its name and its folder."""
 
     name: str
     folder: Folder
 
     @property
     def first_plan(self) -> Plan:
-        """A plan, for what each of them knows of the base."""
+        """Plan of the first expansion; each has the facts of the base."""
         return self.folder.manifest.first_plan
 
     @cached_property
@@ -78,7 +78,7 @@ class Trained:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo | TensorPlan]:
-        """All tensors, by name, for their dtypes and shapes."""
+        """The tensors of base and expansion, by name, for their dtypes and shapes."""
         return {**self.base_tensors, **self.planned}
 
     @property
@@ -88,17 +88,17 @@ class Trained:
 
     @cached_property
     def loaded_config(self) -> Any:
-        """What transformers makes of its config.json; None where only code of the base's own reads it."""
+        """Its config as transformers reads it; None if only the base's own code can read it."""
         return None if needs_own_code(self.folder.config) else _load_config(self.folder.config, self.name)
 
     def model(self) -> Any:
-        """The model without weights; None where only code of the base's own makes it."""
+        """Make the model without weights; None if only the base's own code can."""
         return None if self.loaded_config is None else without_weights(self.loaded_config, self.name)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a trainer saved: its name, its tensors, its config.json or {}, and what else the trainer left there."""
+    """The output of a trainer: its name, tensors, config.json or {}, and other files of the trainer."""
 
     name: str
     checkpoint: Checkpoint
@@ -107,7 +107,7 @@ class Saved:
 
 
 def open_saved(saved: str | Path, expanded: Mapping[str, Any]) -> Saved:
-    """Read what a trainer saved, a folder or a Hub id; no tensor is read."""
+    """Open the output of a trainer, a folder or a Hub id; no tensor is read."""
     path = find_source(saved).path
     # `expanded` is the config.json of the model that was trained, for a folder that has none
     checkpoint = open_checkpoint(path, expanded)
@@ -132,7 +132,7 @@ def _refuse_other_forms(name: str, checkpoint: Checkpoint) -> None:
 
 
 def check_specs(saved: Saved, trained: Trained) -> None:
-    """Check that the saved config.json, where there is one, names the expansions of the trained model."""
+    """Check that the saved config.json, if any, names the expansions of the trained model."""
     if not saved.config:
         return
     there, here = saved.config[CONFIG_KEY], trained.folder.config[CONFIG_KEY]
@@ -148,7 +148,7 @@ def check_specs(saved: Saved, trained: Trained) -> None:
 
 
 def _differing_specs(spec: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Keys of an expansion that differ; the request alone counts of its origin, if both name one."""
+    """Return the keys of an expansion that differ; of its origin, only the request counts."""
     if keys := [key for key in differing_keys(spec, expected) if key != ORIGIN_KEY]:
         return keys
     asked, planned = ((specs.get(ORIGIN_KEY) or {}).get("request") for specs in (spec, expected))
@@ -160,7 +160,7 @@ def _differing_specs(spec: Mapping[str, Any], expected: Mapping[str, Any]) -> li
 
 
 def match_tensors(saved: Saved, trained: Trained) -> Match:
-    """Find out which saved tensor is which, by names and shapes."""
+    """Match saved tensors with those of the trained model, by names and shapes."""
     plan = trained.first_plan
     stored = {info.stored_as or name: name for name, info in saved.checkpoint.tensors.items()}
     wanted = {plan.stored_name(name): name for name in trained.tensors}
@@ -208,7 +208,7 @@ def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> list[Proble
 
 
 def _cause(saved: Saved, trained: Trained, match: Match, *, has_other_dtypes: bool) -> str:
-    """Find out why tensors do not fit, as far as they tell; the code of the problem."""
+    """Return the code of the most likely reason why tensors do not fit."""
     embedding = trained.first_plan.embedding
     shapes = (saved.checkpoint.tensors[pair.saved].shape for pair in match.pairs if pair.wanted == embedding)
     before, after = trained.tensors[embedding].shape[:1], next(shapes, None)
@@ -224,7 +224,7 @@ def _cause(saved: Saved, trained: Trained, match: Match, *, has_other_dtypes: bo
 
 
 def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[str]]:
-    """Say what was saved otherwise beside the expansion; what the trained model had stays."""
+    """Describe settings of the output that differ from the trained model's, which stay."""
     # a line for each difference that changes no number of the model, and for each with which it may compute otherwise
     harmless, decisive = list[str](), list[str]()
     template, kept = chat_template(saved.checkpoint), chat_template(trained.folder)
@@ -251,7 +251,7 @@ def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[st
 
 
 def _settings_of_both(saved: Saved, trained: Trained) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of both configs; of a model with code of its own, which does not run here, those that both name."""
+    """Return the settings of both configs; for a base with its own code, only keys that both have."""
     if trained.loaded_config is not None:
         loaded = _load_config(saved.config, saved.name), trained.loaded_config
         there, here = (dict(_settings(config.to_dict())) for config in loaded)
@@ -268,7 +268,7 @@ def _load_config(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _settings(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of a config, those of its parts too, without what does not matter."""
+    """Generate the values of a config and of its parts, without unimportant ones."""
     for key, value in config.items():
         if key not in UNIMPORTANT:
             yield from _settings(value, f"{place}{key}.") if isinstance(value, dict) else [(f"{place}{key}", value)]
@@ -280,14 +280,14 @@ def _short(value: object) -> str:
 
 
 class SavedTensors:
-    """Reads saved tensors one by one; parts of a tensor that loading had joined are asked for one after the other."""
+    """Read saved tensors one by one; parts of a joined tensor are read one after the other."""
 
     def __init__(self, saved: Saved, match: Match) -> None:
         self.checkpoint, self._match = saved.checkpoint, match
         self._read_parts = lru_cache(maxsize=1)(self._split)
 
     def read(self, pair: Pair) -> Tensor:
-        """The tensor of a pair, as it was saved."""
+        """Read the tensor of a pair, as it was saved."""
         if pair.part is None:
             return read_tensor(self.checkpoint, pair.saved)
         return self._read_parts(pair.part.joined)[pair.part.name]
@@ -301,14 +301,14 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class BaseComparison:
-    """How many base tensors were saved, 0 where none was, and those in another dtype, such as "F32 for BF16"."""
+    """The number of saved base tensors, and of those in another dtype, such as "F32 for BF16"."""
 
     count: int
     widened: Mapping[str, int]
 
 
 def compare_base(saved: Saved, trained: Trained, match: Match, track: Track) -> BaseComparison:
-    """Compare every base tensor that was saved with the base's; others are refused, the first with what differs."""
+    """Compare each saved base tensor with the base's, and describe the first that differ."""
     pairs = [pair for pair in match.pairs if pair.wanted in trained.base_tensors]
     dtypes = {pair: (saved.checkpoint.tensors[pair.saved].dtype, trained.tensors[pair.wanted].dtype) for pair in pairs}
     by_hash = [pair for pair in pairs if pair.part is None and len(set(dtypes[pair])) == 1]
@@ -340,7 +340,7 @@ def compare_base(saved: Saved, trained: Trained, match: Match, track: Track) -> 
 
 
 def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[Entry]]:
-    """The saved new tensors by the shards of their plans, for `write_shard`: one at a time is in memory."""
+    """Return the saved new tensors by the shards of their plans; one at a time is in memory."""
     values, shards, pairs = SavedTensors(saved, match), dict[str, list[Entry]](), dict[str, list[Pair]]()
     for pair in match.pairs:
         pairs.setdefault(pair.wanted, []).append(pair)
@@ -352,7 +352,7 @@ def new_entries(saved: Saved, trained: Trained, match: Match) -> dict[str, list[
 
 
 def _reader(values: SavedTensors, tensor: TensorPlan, pairs: Sequence[Pair]) -> Callable[[], Tensor]:
-    """Reads a new tensor in the dtype of its plan; where it was saved several times, all have to be the same."""
+    """Return a reader of a new tensor in the dtype of its plan; duplicates must be equal."""
     from scale_surgery.tensors.initialise import TORCH_DTYPES
 
     def read() -> Tensor:
@@ -373,7 +373,7 @@ def _reader(values: SavedTensors, tensor: TensorPlan, pairs: Sequence[Pair]) -> 
 
 
 def rounded_dtypes(saved: Saved, trained: Trained, match: Match) -> Mapping[str, int]:
-    """New tensors that are written in a dtype that does not hold all values of the saved one, such as "F32 to BF16"."""
+    """Count new tensors that are rounded to the dtype of the plan, such as "F32 to BF16"."""
     import torch
 
     from scale_surgery.tensors.initialise import TORCH_DTYPES

@@ -19,7 +19,7 @@ from scale_surgery.progress import Track, no_track
 
 @dataclass(frozen=True)
 class Stripped:
-    """What `strip` did.
+    """Result of `strip`.
 
     Attributes:
         path: The base checkpoint.

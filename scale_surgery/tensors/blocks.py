@@ -35,7 +35,7 @@ RANK_TOLERANCE = 1e-6
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
-    """A random generator for one tensor, independent of the order in which tensors are made."""
+    """Return a random generator for one tensor, independent of the order in which tensors are made."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -70,7 +70,7 @@ def _bfloat16_products(dtype: torch.dtype) -> Iterator[None]:
 
 
 def gram(weight: Tensor, method: SvdMethod) -> Tensor:
-    """The smaller of W^T W and W W^T, shape (n, n) with n = min(d_out, d_in), of a weight (d_out, d_in)."""
+    """Compute the smaller of W^T W and W W^T, (n, n) with n = min(d_out, d_in), of a weight (d_out, d_in)."""
     # one triangle is added up chunk by chunk along the longer axis: "exact" in float64, "fast" in float32
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     n, dtype = min(weight.shape), torch.float64 if method == "exact" else torch.float32
@@ -89,7 +89,7 @@ def gram(weight: Tensor, method: SvdMethod) -> Tensor:
 def leading_eigenpairs(
     matrix: Tensor, count: int, method: SvdMethod, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Leading eigenvalues (count,), descending, and orthonormal eigenvectors (n, count) of a Gram matrix (n, n)."""
+    """Compute leading eigenvalues (count,), descending, and eigenvectors (n, count) of a Gram matrix (n, n)."""
     n = matrix.shape[0]
     width = min(n, count + OVERSAMPLING)
     # "exact" is a full eigendecomposition; "fast" is a randomized range finder with power passes, which gives way to
@@ -106,7 +106,7 @@ def leading_eigenpairs(
 
 
 def _singular_values(weight: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
-    """Roots of eigenvalues of W^T W; of those that are lost in the rounding of the squares, the norm of W v."""
+    """Return the roots of eigenvalues of W^T W, or the norm of W v if rounding lost the eigenvalue."""
     roots = values.clamp_min(0).sqrt()
     lost = values < torch.finfo(values.dtype).eps ** 0.5 * values[0]
     if lost.any():
@@ -116,13 +116,13 @@ def _singular_values(weight: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
 
 
 def mean_row_norm(weight: Tensor) -> float:
-    """Mean Euclidean norm of the rows, computed in float32."""
+    """Compute the mean Euclidean norm of the rows in float32."""
     norms = [chunk.float().norm(dim=1).sum().item() for chunk in _chunks(weight, 0)]
     return float(sum(norms) / weight.shape[0])
 
 
 def principal_rows(weight: Tensor, count: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
-    """The leading principal coordinates of the outputs, (r, d_in): U_r^T W = S_r V_r^T, r at most min(d_out, d_in)."""
+    """Compute the leading principal coordinates of the outputs, (r, d_in): U_r^T W = S_r V_r^T."""
     values, vectors = leading_eigenpairs(gram(weight, method), count, method, generator)
     if weight.shape[0] >= weight.shape[1]:
         rows = _singular_values(weight, values, vectors)[:, None] * vectors.T
@@ -175,13 +175,13 @@ def svd_w22(weight: Tensor, up_out: int, up_in: int, method: SvdMethod, generato
 
 
 def random_block(up_out: int, inputs: int, generator: torch.Generator) -> Tensor:
-    """A block with He's normal initialisation: standard deviation sqrt(2 / inputs), float32."""
+    """Make a block with He's normal initialisation: standard deviation sqrt(2 / inputs), float32."""
     block: Tensor = torch.randn(up_out, inputs, generator=generator, dtype=torch.float32) * (2.0 / inputs) ** 0.5
     return block
 
 
 def svd_embedding(weight: Tensor, up: int, method: SvdMethod, generator: torch.Generator) -> Tensor:
-    """New columns (v, up), float32, of the embedding E (v, d): E V_r, of E's mean row norm; zero beyond its rank."""
+    """Make new columns (v, up), float32, of the embedding E (v, d): E V_r, of E's mean row norm."""
     axis = 0 if weight.shape[0] >= weight.shape[1] else 1
     if axis == 0:
         _, vectors = leading_eigenpairs(gram(weight, method), min(up, weight.shape[1]), method, generator)
@@ -195,7 +195,7 @@ def svd_embedding(weight: Tensor, up: int, method: SvdMethod, generator: torch.G
 
 
 def copied_w12(weight: Tensor, copies: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-    """W12 (d_out, copies * d_in) of a grown down projection: W / (copies + 1), once for each new copy.
+    """Make W12 (d_out, copies * d_in) of a grown down projection: W / (copies + 1), once for each new copy.
 
         W12_j = W / k + N_j - N_(j+1),   k = copies + 1,   N_0 = N_copies,   N = 0 for one new copy
 

@@ -25,7 +25,7 @@ TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 
 @dataclass(frozen=True)
 class Initialiser:
-    """Makes the new tensors of a plan, one at a time; at most one tensor of the base is in memory.
+    """A maker of the new tensors of a plan, one at a time; at most one base tensor is in memory.
 
     Attributes:
         plan: The plan.
@@ -45,7 +45,7 @@ class Initialiser:
         return value.to(device="cpu", dtype=TORCH_DTYPES[tensor.dtype]).contiguous()
 
     def _copy(self, tensor: TensorPlan) -> Tensor:
-        """Copy a base tensor as its block wants it: W21 once for each new copy, W12 a share of W for each."""
+        """Copy a base tensor for its block: W21 once for each new copy, W12 a share of W for each."""
         value = read_tensor(self.checkpoint, tensor.source)
         if self.plan.numbering is not None or tensor.block in ("weight", "bias", "bias11"):
             return value
@@ -60,11 +60,11 @@ class Initialiser:
         return torch.cat([part for part in parts for _ in range(copies)])
 
     def _generator(self, tensor: TensorPlan) -> torch.Generator:
-        """The random generator of a tensor; the name of its expansion changes no value."""
+        """Return the random generator of a tensor; the name of its expansion changes no value."""
         return blocks.seeded_generator(self.plan.request.seed, nameless(tensor.name))
 
     def _compute(self, tensor: TensorPlan) -> Tensor:
-        """Make a tensor in float32: a constant, random numbers, or what a base weight gives when it is decomposed."""
+        """Make a tensor in float32: a constant, random numbers, or a decomposed base weight."""
         plan, generator = self.plan, self._generator(tensor)
         if tensor.init == "zero":
             return torch.zeros(tensor.shape)
@@ -97,12 +97,12 @@ class Initialiser:
         return join_roles(made, linear, block.head_size)
 
     def _stored_source(self, tensor: TensorPlan) -> str:
-        """The base tensor that a new one stands beside; of a tied head that of the embedding."""
+        """Return the base tensor beside a new one; for a tied head, the embedding."""
         is_stored = tensor.source in self.checkpoint.tensors
         return tensor.source if is_stored else self.plan.embedding
 
     def _new_rows(self, tensor: TensorPlan, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """Rows of new tokens, in embedding or head: means of rows of their pieces, or random ones as large as usual."""
+        """Make the rows of new tokens: means of the rows of their pieces, or random rows of the usual norm."""
         if tensor.init == "pieces":
             return self._means_of_pieces(weight)
         # a sample says how large numbers are
@@ -110,12 +110,12 @@ class Initialiser:
         return usual * torch.randn(tensor.shape, generator=generator)
 
     def _means_of_pieces(self, rows: Tensor) -> Tensor:
-        """For each new token the mean of the rows of its pieces, float32."""
+        """Compute the mean of the rows of its pieces for each new token, float32."""
         return torch.stack([(rows[ids] if ids else rows).float().mean(0) for ids in self._pieces]).cpu()
 
     @cached_property
     def _pieces(self) -> list[list[int]]:
-        """Ids that the base's tokenizer gives for each new token."""
+        """Return the ids that the base's tokenizer gives for each new token."""
         new = self.plan.request.new_tokens
         assert new is not None
         tokenizer = self._read_tokenizer() if self.tokenizer is None else self.tokenizer.backend_tokenizer
@@ -135,7 +135,7 @@ class Initialiser:
 def altered_copies(
     plan: Plan, copies: Sequence[TensorPlan], checkpoint: Checkpoint, advance: Progress = no_progress
 ) -> list[str]:
-    """Tensors of an expanded checkpoint that began as copies of base tensors and are none any more, a line each."""
+    """List tensors that began as copies of base tensors and have changed, a line each."""
     lines, initialiser = [], Initialiser(plan, checkpoint)
     for tensor in copies:
         advance(tensor.bytes)
@@ -178,5 +178,5 @@ def join_roles(parts: list[Tensor], linear: Linear, head_size: int) -> Tensor:
 
 
 def _groups(widths: Sequence[int], head_size: int) -> int:
-    """Number of groups of rows head by head: a key, a value, and the queries that share them."""
+    """Return the number of groups of rows: a key, a value, and the queries that share them."""
     return min(widths) // head_size

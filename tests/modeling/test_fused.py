@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from scale_surgery import PlanError, Request, expand, merge
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.folder.record import read_manifest
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.modeling.modeling_fused import Entering, Narrow, Padding, Shared, Split
 from scale_surgery.progress import no_track
 from scale_surgery.surgery.fused import write_fused
@@ -48,7 +48,7 @@ def twins_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     def make(family: str, request: str, tied: bool) -> Twins:
         folder = tmp_path_factory.mktemp("fused")
         path = shake(expand(base_of(family, "float32", tied), MADE[request], folder / family).path)
-        write_fused(open_checkpoint(path), read_manifest(path), folder, no_track)
+        write_fused(open_folder(path), folder, no_track)
         return load(path), load(folder), folder
 
     return make

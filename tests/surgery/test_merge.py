@@ -37,6 +37,7 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.errors import Problem
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.joining import join_pieces, joined_tensors, take_piece
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.drift import TOLERANCES, measure_drift
@@ -426,7 +427,7 @@ def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[...
 def test_blocks_in_another_dtype_are_not_cast(base_of: Callable[..., Path], tmp_path: Path) -> None:
     base = base_of("llama", "bfloat16")
     path = expand(base, Request("1", dtype="float32", up_width=0, variant="adapt"), tmp_path / "expanded").path
-    found = problems(check_fusible, open_checkpoint(path), read_manifest(path), error=PlanError)
+    found = problems(check_fusible, open_folder(path), error=PlanError)
     name = "model.layers.1.self_attn.q_proj.expansions.default.w21"
     assert found[0] == Problem("block-other-dtype", name, dtype="F32", base="BF16")
     assert problems(merge, path, tmp_path / "fused", error=PlanError) == found

@@ -19,6 +19,7 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import PlanError, Problem
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Widths
@@ -42,10 +43,10 @@ HEADS = Request("1-2", variant="adapt", up_width=0, up_kv_heads=1, up_inner_widt
 
 def merge(expanded: Path, target: Path) -> Path:
     """The stock form of an expanded model."""
-    checkpoint, manifest = open_checkpoint(expanded), read_manifest(expanded)
-    check_stock(checkpoint, manifest)
+    folder = open_folder(expanded)
+    check_stock(folder)
     target.mkdir(exist_ok=True)
-    write_stock(checkpoint, manifest, target)
+    write_stock(folder, target)
     return target
 
 
@@ -213,7 +214,7 @@ ROUTED = Problem("stock-router", "--to stock", router="posterior")
 
 
 def problems_of(path: Path) -> list[Problem]:
-    return problems(check_stock, open_checkpoint(path), read_manifest(path), error=PlanError)
+    return problems(check_stock, open_folder(path), error=PlanError)
 
 
 FIXED = "its head size is the hidden size over the query heads, so more heads are smaller heads"
