@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 @click.argument("saved")
 @click.option(
     "--expanded",
-    help="The expanded model that was trained, a folder or a Hub id. Default: it is made again from its base.",
+    help="Expanded model before training, a folder or a Hub id. Default: rebuilt from its base.",
 )
 @click.option(
     "--base",
-    help="Base model, a folder or a Hub id. Default: the Hub repository that SAVED names, at the same commit.",
+    help="Base model, a folder or a Hub id. Default: the Hub repository and commit in SAVED.",
 )
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-adopted.")
 @overwrite_options
 @run_options(
     "device",
-    code="Let the base run its own code, where transformers has no such model; without --expanded.",
+    code="Allow the base to run its own code, if transformers lacks its class. Only without --expanded.",
     helps={
-        "device": "Where the start of new tensors is computed, without --expanded: cpu, cuda, ...; auto takes a GPU."
+        "device": "Device for the initial values of new tensors (without --expanded): cpu, cuda, ... auto uses a GPU."
     },
 )
 @output_options
 def adopt_command(
     saved: str, expanded: str | None, output: Path | None, base: str | None, out: Output, **options: Any
 ) -> None:
-    """Make an expanded model of SAVED: what another trainer saved of one, a folder or a Hub id.
+    """Convert SAVED, a checkpoint by another trainer, to an expanded model. SAVED is a folder or a Hub id.
 
-    Trainer, TRL, accelerate and plain loops save all tensors in shards of their own, and no surgery.json. Every base
-    tensor of SAVED is compared with the base's; one that differs is named, and nothing is written.
+    Trainer, TRL, accelerate and plain loops save all tensors in their own shards, without surgery.json. adopt compares
+    every base tensor of SAVED with the base model. If one differs, it names the tensor and writes nothing.
 
     \b
     Example: scale-surgery adopt SAVED --expanded EXPANDED -o OUT
