@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @click.command(name="adopt", cls=Headed)
 @click.argument("saved")
-@click.option("--expanded", required=True, help="The expanded model that was trained, a folder or a Hub id.")
+@click.option("--expanded", required=True, help="Expanded model before training, a folder or a Hub id.")
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-adopted.")
 @overwrite_options
 @output_options
 def adopt_command(saved: str, expanded: str, output: Path | None, out: Output, **options: Any) -> None:
-    """Make an expanded model of SAVED: what another trainer saved of one, a folder or a Hub id.
+    """Convert SAVED, a checkpoint by another trainer, to an expanded model. SAVED is a folder or a Hub id.
 
-    Trainer, TRL, accelerate and plain loops save all tensors in shards of their own, and no surgery.json. Every base
-    tensor of SAVED is compared with the base's; one that differs is named, and nothing is written.
+    Trainer, TRL, accelerate and plain loops save all tensors in their own shards, without surgery.json. adopt compares
+    every base tensor of SAVED with the base model. If one differs, it names the tensor and writes nothing.
 
     \b
     Example: scale-surgery adopt SAVED --expanded EXPANDED -o OUT

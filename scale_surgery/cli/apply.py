@@ -19,20 +19,18 @@ if TYPE_CHECKING:
 @click.argument("extract")
 @click.option(
     "--base",
-    help="Base model, a folder or a Hub id. Default: the Hub repository that EXTRACT names, at the same commit.",
+    help="Base model, a folder or a Hub id. Default: the Hub repository and commit in EXTRACT.",
 )
-@click.option(
-    "--revision", help="Branch, tag or commit of the base's Hub repository. Default: the commit that EXTRACT names."
-)
+@click.option("--revision", help="Branch, tag or commit of the base's Hub repository. Default: the commit in EXTRACT.")
 @click.option("--extract-revision", help="Branch, tag or commit of EXTRACT's Hub repository. Default: its main branch.")
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
 @overwrite_options
 @run_options(code=TOKENIZER_CODE)
 @output_options
 def apply_command(extract: str, base: str | None, output: Path, out: Output, **options: Any) -> None:
-    """Put EXTRACT, a folder or a Hub id, back on its base model.
+    """Add the new tensors of EXTRACT, a folder or a Hub id, to its base model.
 
-    The output is the folder that it was extracted from, byte for byte.
+    The output equals the folder before extract, byte for byte.
 
     \b
     Example: scale-surgery apply EXTRACT --base MODEL -o EXPANDED

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @look_options
 @output_options
 def chat_command(model: str, compare: bool, out: Output, **options: Any) -> None:
-    """Talk to MODEL, a stock, expanded, routed, composed or fused model, in the terminal, token by token.
+    """Talk to MODEL in the terminal. MODEL is a stock, expanded, routed, composed or fused model.
 
-    Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists what else can be typed. Of a routed or composed model the
-    background of each token says which path it came from.
+    Ctrl-C stops an answer. Ctrl-D or /exit ends the chat. /help lists the other commands. In a routed or composed
+    model, the background colour of each token shows its path.
 
     \b
     Example: scale-surgery chat ROUTED

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     "--names",
     callback=as_list,
     metavar="A,B",
-    help="Names of the expansions, letters, digits and underscores, in the order of EXTRACTS.  "
-    "[default: as they were made; of one called default as its folder, qwen3-law becomes qwen3_law]",
+    help="Names of the expansions, in the order of EXTRACTS: letters, digits and underscores. An expansion named "
+    "default gets the name of its folder: qwen3-law becomes qwen3_law.  [default: their own names]",
 )
 @click.option(
     "--remove",
     multiple=True,
     metavar="NAME",
-    help="Expansion of BASE, an expanded folder, to leave out, damaged or not. Can be repeated.",
+    help="Expansion of BASE to leave out, even if it is damaged. BASE is then an expanded folder. Can be repeated.",
 )
 @click.option(
     "--prior",
     callback=as_list,
     metavar="W,W",
-    help="Weights of the base and of each expansion at the start of a text; their sum is 1.  [default: all equal]",
+    help="Weights of the base and of each expansion at the start of a text. Their sum is 1.  [default: all equal]",
 )
 @click.option(
     "--switch-rate",
     type=float,
-    help="Share of its weight that each path gives to the others at every token. 0 bounds what a text can lose.  "
+    help="Share of weight that each path passes to the others at every token. 0 bounds the loss of any text.  "
     "[default: 0.01; at least 0 and less than 1]",
 )
 @overwrite_options
@@ -56,10 +56,10 @@ def compose_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Put many EXTRACTS of one BASE into one folder, which loads as one model.
+    """Combine EXTRACTS of one BASE into one folder, which loads as one model.
 
-    Its router weighs K + 1 paths, the base and every expansion, by how well each has predicted the text so far. BASE is
-    the base model; or an expanded folder, to add expansions or to leave some out.
+    The router weights K + 1 paths, the base and every expansion, by how well each predicted the text so far. BASE is
+    the base model. To add or remove expansions, BASE can be an expanded folder.
 
     \b
     Example: scale-surgery compose MODEL MEDICINE LAW -o COMPOSED

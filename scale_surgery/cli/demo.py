@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 
 @click.command(name="demo", cls=Headed)
-@click.option(
-    "-o", "--output", type=OUTPUT_FOLDER, default=Path("demo"), show_default=True, help="Folder for all that it makes."
-)
+@click.option("-o", "--output", type=OUTPUT_FOLDER, default=Path("demo"), show_default=True, help="Folder to write.")
 @output_options
 def demo_command(output: Path, out: Output) -> None:
-    """Run every step on the small model that comes with the package, and show the commands.
+    """Run every step on the small model of the package, and show the commands.
 
     \b
     Example: scale-surgery demo

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 @click.command(name="evaluate", cls=Headed)
 @click.argument("models", nargs=-1, required=True)
 @click.option("--old", multiple=True, type=TEXTS, help=OLD_HELP)
-@click.option("--new", multiple=True, type=TEXTS, help="Text with what was to be learned; can be repeated.")
+@click.option("--new", multiple=True, type=TEXTS, help="New text, to measure learning; can be repeated.")
 @reading_options("MODELS")
 @files_option(
     ".json",
     *PICTURES,
-    help="Write the numbers as .json, or draw old loss against new loss, a point for each model, as .png or .svg.",
+    help="Write the numbers as .json, or plot old loss against new loss as .png or .svg, one point for each model.",
 )
 @click.option("--revision", help="Branch, tag or commit of Hub repositories.")
 @output_options
@@ -36,10 +36,10 @@ def evaluate_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Measure what MODELS forgot and learned: loss, perplexity and first-token accuracy on old and on new text.
+    """Measure forgetting and learning of MODELS: loss, perplexity and first-token accuracy on old and new text.
 
-    For an expanded model, its base and the model with its expansion switched off are measured too. Texts are as for
-    train: text files, JSONL, folders saved by the library datasets. Of a question, only the answer is scored.
+    For an expanded model, its base and the model with its expansion disabled are measured too. Texts have the formats
+    of train: text files, JSONL, folders saved by the library datasets. In a question, only the answer is scored.
 
     \b
     Example: scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     "--plan",
     "plan_file",
     type=FILE,
-    help="Carry out a plan that the command plan saved, in place of --layers and the rest.",
+    help="Plan file of the command plan, instead of --layers and other options of a plan.",
 )
-@click.option("--dry-run", is_flag=True, help="Show the plan and write nothing, as the command plan does.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and write nothing, like the command plan.")
 @overwrite_options
 @run_options(
     "device",
     code=BASE_CODE,
-    helps={"device": "Where decompositions are computed: cpu, cuda, ...; auto takes a GPU if there is one."},
+    helps={"device": "Device of the decompositions: cpu, cuda, ... auto uses a GPU if there is one."},
 )
 @output_options
 def expand_command(
@@ -53,13 +53,13 @@ def expand_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Widen chosen layers of MODEL with new tensors; every pretrained tensor keeps its bytes.
+    """Widen chosen layers of MODEL with new tensors. Every pretrained tensor keeps its bytes.
 
-    The output is a checkpoint folder of its own: the base's tensors, the new ones, and a record of both (surgery.json).
-    See plan --help for W12, W21 and W22.
+    The output is a complete checkpoint folder: the base's tensors, the new tensors, and a record of both
+    (surgery.json). plan --help explains W12, W21 and W22.
 
     \b
-    Example: scale-surgery expand MODEL --layers 20-31
+    Example: scale-surgery expand MODEL --layers last:4
     """
     from scale_surgery.checkpoint.sources import open_model
     from scale_surgery.checkpoint.staging import check_target

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 @click.command(name="extract", cls=Headed)
 @click.argument("expanded", type=FOLDER)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, required=True, help="Folder to write.")
-@click.option("--name", help="Which expansion, where there are several.")
+@click.option("--name", help="Expansion to extract, if there are several.")
 @overwrite_option
 @output_options
 def extract_command(expanded: Path, output: Path, name: str | None, overwrite: bool, out: Output) -> None:
-    """Take the new tensors of EXPANDED alone: a small folder, like an adapter, that names its base model.
+    """Write the new tensors of EXPANDED without its base: a small folder, like an adapter, with the name of the base.
 
-    The command apply puts it back on its base; compose puts several of them on one.
+    apply adds it to its base again. compose combines several of them on one base.
 
     \b
     Example: scale-surgery extract EXPANDED -o EXTRACT

@@ -32,7 +32,7 @@ Decorator = Callable[..., Any]
 def asking_options(command: Decorator) -> Decorator:
     """Add options for prompting, sampling and running a model."""
     compare = click.option(
-        "--compare", is_flag=True, help="Let the base of an expanded model answer too, side by side with it."
+        "--compare", is_flag=True, help="Show the answer of the base model beside that of the expanded model."
     )
     asked = options_from(GenerationSettings)
     return add_options(command, [asked, compare, run_options("dtype", "device", code=code_of("MODEL"))])
@@ -43,31 +43,31 @@ def look_options(command: Decorator) -> Decorator:
     paths = click.option(
         "--paths/--no-paths",
         default=None,
-        help="Show which path each token of a routed model came from: by colours, or in ⟦⟧ where there are none. "
-        "Default: where there are colours.",
+        help="Show the path of each token of a routed model: by colour, or in ⟦⟧ if there are no colours. Default: "
+        "only with colours.",
     )
     return paths(command)
 
 
 @click.command(name="generate", cls=Headed, first=("prompts", "files", "samples", "outputs", "compare"))
 @model_options
-@click.option("--prompt", "prompts", multiple=True, help="What to answer; can be repeated.")
+@click.option("--prompt", "prompts", multiple=True, help="Prompt to answer; can be repeated.")
 @click.option(
     "--prompts",
     "files",
     multiple=True,
     type=TEXTS,
-    help='File of prompts: a line each, or JSONL with {"prompt"} or {"question"}; can be repeated.',
+    help='File of prompts, one a line, or JSONL with {"prompt"} or {"question"}; can be repeated.',
 )
 @click.option(
     "--samples",
     type=click.IntRange(min=1),
-    help="Let the base of MODEL write so many texts of its own, from the token that begins a text, into -o OLD.jsonl: "
-    "text for --old where there is no other. Takes --max-new-tokens, --temperature (default: 1) and --seed.",
+    help="Number of texts to sample from the base of MODEL into -o OLD.jsonl, for --old of other commands. Each starts "
+    "at the tokenizer's first token of a text. Only --max-new-tokens, --temperature (default: 1) and --seed apply.",
 )
 @asking_options
 @look_options
-@files_option(".jsonl", ".json", help="Write a line of JSON for each prompt or sample as .jsonl, or all as .json.")
+@files_option(".jsonl", ".json", help="Write one line of JSON for each prompt or sample as .jsonl, or all as .json.")
 @output_options
 def generate_command(
     model: str,
@@ -79,10 +79,10 @@ def generate_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Let MODEL, a stock, expanded, routed, composed or fused model, answer prompts; for a conversation see chat.
+    """Answer prompts with MODEL, a stock, expanded, routed, composed or fused model. For a conversation, use chat.
 
-    Without --prompt and --prompts the prompt is what comes from stdin, all of it. Prompts are answered one after the
-    other, each by itself. By default the most likely token is taken where the model does not say otherwise.
+    Without --prompt and --prompts, the prompt is the whole text on stdin. Each prompt is answered on its own. The most
+    likely token is taken by default, unless the model's own settings sample.
 
     \b
     Example: scale-surgery generate ROUTED --prompt "Once upon a time"

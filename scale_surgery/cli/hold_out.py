@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 @set_option(HoldOutSettings)
 @output_options
 def hold_out_command(files: tuple[str, ...], output: Path, out: Output, **options: Any) -> None:
-    """Set some text of FILES aside: calibrate.jsonl for the router, measure.jsonl to measure on.
+    """Split FILES into learn.jsonl, calibrate.jsonl for the router, and measure.jsonl for measurements.
 
-    The rest is learn.jsonl. Documents are drawn by a hash of what they say, so equal ones go the same way, and a
-    second run draws the same. Of fewer than 20 documents, the ends of long ones are set aside.
+    Documents are drawn by a hash of their text. So equal documents go to the same part, and a second run draws the
+    same. With fewer than 20 documents, the ends of long ones are held out.
 
     \b
     Example: scale-surgery hold-out domain.jsonl -o texts

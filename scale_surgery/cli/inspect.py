@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @run_options(code=BASE_CODE)
 @output_options
 def inspect_command(model: str, revision: str | None, out: Output, **options: Any) -> None:
-    """Describe MODEL: architecture, sizes, parameters, and what an expansion added. No weights are read.
+    """Describe MODEL: architecture, sizes, parameters and expansions. No weights are read.
 
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B

@@ -38,14 +38,14 @@ RUNNING = ("device", "trust_remote_code")
 TOKENS = ("token_file", "token_texts", "token_count")
 SHORT = {"expansion": EXPANSION, "tokens": TOKENS, "ranking": RANKING, "training": TRAINING, "running": RUNNING}
 HELPS = {
-    "layers": "Layers to expand, written as for plan; auto lets a pilot choose.  [default: the last quarter]",
-    "budget": "Parameters that a pilot's layers may add: a share of the base's, or a number such as 200M. Without "
-    "--layers, a pilot chooses.",
-    "learning_rate": "Highest learning rate of all tensors, reached after the warm-up.",
+    "layers": "Layers to expand, in the syntax of plan. auto lets a pilot choose.  [default: the last quarter]",
+    "budget": "Parameters that the expansion may add: a share of the base's, or a number, such as 200M. Without "
+    "--layers, a pilot chooses the layers.",
+    "learning_rate": "Peak learning rate of all tensors, after the warm-up.",
 }
 # a preset has other defaults than the single commands
-USUAL = dict.fromkeys(("epochs", "batch_size"), "that of the preset")
-USUAL |= {"learning_rate": "by the width of the model"}
+USUAL = dict.fromkeys(("epochs", "batch_size"), "from the preset")
+USUAL |= {"learning_rate": "from the width of the model"}
 
 
 def settings_from(options: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +87,8 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @options_from(RankingSettings, *RANKING, helps=HELPS)
 @options_from(TrainingSettings, *TRAINING, helps=HELPS, usual=USUAL)
 @options_from(Recipe, *TOP)
-@click.option("--preset", type=click.Choice(get_args(PresetName)), help="Settings to begin with.  [default: default]")
-@click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with settings; options go before it.")
+@click.option("--preset", type=click.Choice(get_args(PresetName)), help="Set of initial settings.  [default: default]")
+@click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with settings. Options override it.")
 @click.option(
     "--set",
     "given",
@@ -97,24 +97,21 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
     help="Any setting of a recipe, such as training.warmup=0.1. Can be repeated.",
 )
 @click.option("--write-recipe", type=OutputFile(".yaml", ".yml"), help="Write the recipe with all settings, and stop.")
-@click.option(
-    "--dry-run", is_flag=True, help="Show what would be done and what is missing, with every command, and stop."
-)
-@click.option("--overwrite", is_flag=True, help="Begin anew in a folder that holds another job.")
+@click.option("--dry-run", is_flag=True, help="Show every command and all missing requirements, and stop.")
+@click.option("--overwrite", is_flag=True, help="Replace the job in an existing folder.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @run_options("device", code=BASE_CODE)
 @output_options
 def learn_command(
     output: Path | None, write_recipe: Path | None, dry_run: bool, overwrite: bool, out: Output, **options: Any
 ) -> None:
-    """Teach MODEL the text of --data, from the choice of layers to a verified model that keeps its base.
+    """Teach MODEL the text of --data, in one job. The result is a verified model that keeps its base.
 
-    Sets text aside to measure on, plans, expands the last quarter of the layers (or --layers), trains, gives the
-    model a router and sets it, measures, verifies, and writes one page. Each stage is a command, whose line is shown.
-    With --old, text with what MODEL knows, the router is set by it and forgetting is measured.
+    The stages: hold text out for measurements, plan, expand the last quarter of the layers (or --layers), train, add a
+    router and calibrate it, measure, verify, and write one page. The command of each stage is shown. With --old, the
+    router is calibrated on old text and forgetting is measured.
 
-    The same line typed again, without --overwrite, goes on with the stage that was interrupted. All
-    settings can stand in a YAML file.
+    The same command, without --overwrite, resumes an interrupted job. A YAML file can hold all settings.
 
     \b
     Example: scale-surgery learn MODEL --data new.jsonl --old old.txt -o OUT

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     type=click.Choice(get_args(MergedForm)),
     default="fused",
     show_default=True,
-    help="fused: one matrix for each linear layer, for faster inference and for vLLM, with its own model code. "
-    "stock: a plain checkpoint of the base's architecture, for models whose hidden size was not widened. blocks: split "
-    "a fused model into its blocks again, byte for byte.",
+    help="Form of the output. fused: one matrix for each linear layer, for faster inference and for vLLM, with its own "
+    "model code. stock: a plain checkpoint of the base's architecture, if the hidden size was not widened. blocks: the "
+    "blocks of a fused model again, byte for byte.",
 )
-@click.option("--name", help="Which expansion, where there are several; the others stay out.")
+@click.option("--name", help="Expansion to merge, if there are several. The others are left out.")
 @running_options
 @overwrite_option
 @output_options
 def merge_command(expanded: Path, output: Path, to: Any, out: Output, **options: Any) -> None:
-    """Merge the blocks of EXPANDED into one matrix for each linear layer, and measure how much its logits change.
+    """Merge the blocks of EXPANDED into one matrix for each linear layer, and measure the change of its logits.
 
     \b
     Example: scale-surgery merge EXPANDED -o FUSED

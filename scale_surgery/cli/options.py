@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 Made = TypeVar("Made")
 # help of --trust-remote-code in commands that read facts about a base model
-BASE_CODE = "Let MODEL run its own code, where transformers has no such model or its tokenizer is a custom one."
+BASE_CODE = "Allow MODEL to run its own code, if transformers lacks its class or its tokenizer is custom."
 # the same in commands that run no model
 TOKENIZER_CODE = "Allow a custom tokenizer to run code from its folder or repository."
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 TEXTS = click.Path(path_type=Path)
 # help of --old
-OLD_HELP = f"Text with what the base knows; can be repeated. {NO_OLD_TEXT}"
+OLD_HELP = f"Old text, to measure forgetting; can be repeated. {NO_OLD_TEXT}"
 
 
 def add_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
@@ -85,7 +85,7 @@ def set_option(owner: type, without: Collection[str] = ()) -> Callable[[Command]
             raise click.UsageError("\n".join(problems), context)
 
     usual = (f"{field.name}{_equals(field.default)}" for field in fields.values())
-    text = f"What is rarely set: {', '.join(usual)}. Can be repeated. learn --write-recipe explains each."
+    text = f"Rarely used settings: {', '.join(usual)}. Can be repeated. learn --write-recipe explains each."
     return click.option("--set", multiple=True, metavar="KEY=VALUE", expose_value=False, callback=fill, help=text)
 
 
@@ -250,9 +250,9 @@ def overwrite_options(command: Command) -> Command:
         type=click.Choice(get_args(BaseWeights)),
         default="auto",
         show_default=True,
-        help="How base shards get into the output folder. auto: a reflink where the file system can, else a copy. "
-        "copy: a copy. link: a hard link, which needs no space; whoever later changes such a file in place changes the "
-        "base model too.",
+        help="How base shards get into the output folder. auto: a reflink if the file system supports it, else a copy. "
+        "copy: a copy. link: a hard link, without extra space. Exception: an edit of a linked file in place also "
+        "changes the base model.",
     )
     return overwrite_option(weights(command))
 
@@ -260,7 +260,7 @@ def overwrite_options(command: Command) -> Command:
 def overwrite_option(command: Command) -> Command:
     """Add the option to overwrite the target."""
     overwrite = click.option(
-        "--overwrite", is_flag=True, help="Replace an existing output folder, once the new one is complete."
+        "--overwrite", is_flag=True, help="Replace an existing output folder, after the new one is complete."
     )
     return overwrite(command)
 
@@ -298,7 +298,7 @@ def run_options(*names: str, code: str, helps: Mapping[str, str] | None = None) 
 
 def code_of(models: str) -> str:
     """Return the help of --trust-remote-code in commands that run models."""
-    return f"Run the model code in {models} instead of this program's own."
+    return f"Run the model code in {models} instead of this program's."
 
 
 def running_options(command: Command) -> Command:
@@ -309,7 +309,7 @@ def running_options(command: Command) -> Command:
         callback=lambda _, __, text: parse_size(text),
         default=f"{RunOptions().memory_bytes // 1024**3}GiB",
         show_default=True,
-        help="Memory for weights on the CPU, such as 500MB. A larger model is read from its files as it runs.",
+        help="Memory for weights on the CPU, such as 500MB. A larger model is streamed from its files.",
     )
     command = memory(run_options("device", code=code_of("EXPANDED"))(command))
     return options_from(Probes, "prompts_file", "max_new_tokens")(command)

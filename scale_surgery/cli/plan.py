@@ -82,13 +82,13 @@ def make_request(
 def plan_command(
     model: str, revision: str | None, outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
 ) -> None:
-    """Show what expand would do to MODEL: every new tensor, and what it costs. No weights are read or downloaded.
+    """Show the plan of expand for MODEL: every new tensor and its cost. No weights are read or downloaded.
 
-    An expanded linear layer is a block matrix. Its base matrix stays frozen. W21 reads the base's features into the new
-    ones, W22 connects the new features, and W12 writes from the new features back into the base's.
+    An expanded linear layer is a block matrix. Its base matrix W stays frozen. W21 maps the base's features to the new
+    features, W22 maps new features to new features, and W12 maps the new features back to the base's.
 
     \b
-    Example: scale-surgery plan MODEL --layers 20-31 --variant adapt -o plan.json
+    Example: scale-surgery plan MODEL --layers last:4 --variant adapt -o plan.json
     """
     from scale_surgery.checkpoint.sources import open_model
     from scale_surgery.checkpoint.staging import check_output_files

@@ -14,30 +14,30 @@ import click
 
 # each command with its line in the list of commands
 SUMMARIES = {
-    "adopt": "Make an expanded model of what another trainer saved.",
-    "apply": "Put extracted new tensors back on their base model.",
-    "chat": "Talk to a model, and see which path each token came from.",
-    "compose": "Put many expansions of one base into one model.",
-    "demo": "Run every step on the model that comes with the package.",
-    "evaluate": "Measure what models forgot and learned.",
-    "expand": "Widen chosen layers; the base's tensors keep their bytes.",
-    "extract": "Take the new tensors alone, to share them like an adapter.",
+    "adopt": "Convert the checkpoint of another trainer to an expanded model.",
+    "apply": "Add extracted new tensors to their base model.",
+    "chat": "Talk to a model, and see the path of each token.",
+    "compose": "Combine many expansions of one base into one model.",
+    "demo": "Run every step on the small model of the package.",
+    "evaluate": "Measure forgetting and learning of models.",
+    "expand": "Widen chosen layers. The base's tensors keep their bytes.",
+    "extract": "Write the new tensors alone, to share them like an adapter.",
     "generate": "Answer prompts, for scripts.",
-    "hold-out": "Set text aside, to set a router by and to measure on.",
+    "hold-out": "Hold text out, to calibrate a router and to measure.",
     "inspect": "Describe a checkpoint from its headers.",
-    "learn": "Do the whole job: teach a model a text, and keep its base.",
+    "learn": "Teach a model a text and keep its base, in one job.",
     "merge": "Merge each linear layer's blocks into one matrix.",
-    "plan": "Show everything that expand would do.",
+    "plan": "Show the new tensors and costs of an expansion.",
     "push": "Push a folder to the Hub, with a model card.",
-    "rank-layers": "Find the layers that a text would change most.",
-    "report": "Show what training changed, as tables and as a page.",
+    "rank-layers": "Rank the layers by their change in a short training run.",
+    "report": "Show the effect of training, as tables and as a page.",
     "route-calibrate": "Find the best settings for a router, and store them.",
-    "route-export": "Add a router that picks the base or the new path by token.",
-    "route-report": "Show which path each token of a text came from.",
+    "route-export": "Add a router between the base and the expansion.",
+    "route-report": "Show the path of each token of a text.",
     "serve": "Serve a model with OpenAI's endpoints.",
-    "strip": "Get the base model back, every file byte for byte.",
-    "train": "Train the new tensors; the base stays frozen.",
-    "verify": "Check which promises hold, with numbers.",
+    "strip": "Restore the base model, every file byte for byte.",
+    "train": "Train the new tensors. The base stays frozen.",
+    "verify": "Check the promises of a model, with numbers.",
 }
 
 
@@ -98,13 +98,13 @@ class Program(click.Group):
 )
 @click.version_option(package_name="scale-surgery", prog_name="scale-surgery")
 def main() -> None:
-    """Widen a language model so that it can learn without losing what it knows.
+    """Widen a language model, so that it learns new text and keeps its knowledge.
 
     \b
     scale-surgery learn MODEL --data domain.jsonl -o OUT
 
     \b
-    The same, step by step:
+    Step by step:
     scale-surgery inspect MODEL
     scale-surgery rank-layers MODEL --data domain.jsonl
     scale-surgery plan MODEL --layers last:4
@@ -123,7 +123,7 @@ def main() -> None:
     scale-surgery strip EXPANDED -o BASE
     scale-surgery push EXPANDED user/name
 
-    MODEL is a checkpoint folder or a Hub id; EXPANDED is a folder that expand wrote. Exit codes: 0 done, 1 failed or a
+    MODEL is a checkpoint folder or a Hub id. EXPANDED is an output folder of expand. Exit codes: 0 done, 1 failed or a
     check did not pass, 2 wrong usage.
     """
     open_closed_streams()

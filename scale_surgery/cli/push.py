@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("folder", type=FOLDER)
 @click.argument("repo")
 @options_from(Push, "private", "create_pr", "revision", "commit_message", declared={"private": "--private/--public"})
-@click.option("--dry-run", is_flag=True, help="Check everything and list the files, but change nothing on the Hub.")
+@click.option("--dry-run", is_flag=True, help="Check everything and list the files. Nothing changes on the Hub.")
 @options_from(Push, "card", "write_card", "license")
 @click.option("--show-card", is_flag=True, help="Print the model card too.")
 @options_from(Push, "replace")
@@ -41,8 +41,8 @@ def push_command(
 ) -> None:
     """Push FOLDER to the repository REPO on the Hub, with a model card.
 
-    FOLDER was written by expand, train, route-export, merge or extract, and is only read. Its bytes are checked first.
-    Files that the Hub has already are not sent again: after a break, run the same command once more.
+    FOLDER is the output of expand, train, route-export, merge or extract. It is not changed. Its bytes are checked
+    first. To resume an interrupted push, run the same command again: files on the Hub are not sent twice.
 
     \b
     Example: scale-surgery push EXPANDED me/qwen3-wide --dry-run

@@ -31,17 +31,15 @@ if TYPE_CHECKING:
 WITHOUT = ("name", "collaborative_layers", "new_tokens_init")
 EXPANSION = tuple(name for name, field in fields_of(Request).items() if field.has_option and name not in WITHOUT)
 EXPANSION_HELPS = {
-    "layers": "Layers to choose among, written as for plan. Default: all.",
-    "method": "Method of the expansion that is planned: its costs count against the budget.",
-    "variant": "Variant of that expansion. Default: that of the method.",
+    "layers": "Layers to rank, in the syntax of plan. Default: all.",
+    "method": "Method of the planned expansion. Its costs count against the budget.",
+    "variant": "Variant of the planned expansion. Default: the default of the method.",
 }
 
 
 @click.command(name="rank-layers", cls=Headed)
 @click.argument("model")
-@click.option(
-    "--data", multiple=True, required=True, type=TEXTS, help="Text with what is to be learned; can be repeated."
-)
+@click.option("--data", multiple=True, required=True, type=TEXTS, help="Text to learn; can be repeated.")
 @options_from(RankingSettings, *fields_of(RankingSettings))
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
 # --seed is the seed of the pilot; the seed of new tensors is an option of expand
@@ -49,7 +47,7 @@ EXPANSION_HELPS = {
 @files_option(
     ".json",
     *PICTURES,
-    help="Write the ranking as .json, or draw how much layers changed as .png or .svg.",
+    help="Write the ranking as .json, or plot the change of the layers as .png or .svg.",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @run_options("device", code=BASE_CODE)
@@ -57,14 +55,14 @@ EXPANSION_HELPS = {
 def rank_layers_command(
     model: str, data: tuple[Path, ...], outputs: tuple[Path, ...], out: Output, **options: Any
 ) -> None:
-    """Rank the layers of MODEL, a base model, by how much a short training run on --data changes them.
+    """Rank the layers of MODEL, a base model, by their change in a short training run on --data.
 
-    A copy of MODEL is fine-tuned for a few steps (the pilot) and thrown away; MODEL is only read. Layers are ordered by
-    the norm of the change of their MLP over the norm of the MLP, and the most changed ones that fit the budget are
+    A copy of MODEL is fine-tuned for a few steps (the pilot) and discarded. MODEL is not changed. The change of a layer
+    is the norm of the change of its MLP over the norm of the MLP. The most changed layers within the budget are
     proposed for --layers of expand.
 
-    Layers within a tenth of the least changed one that the budget pays for are a tie: one pilot cannot tell them apart.
-    Of tied layers the last ones are proposed, as one would without a pilot.
+    Layers within a tenth of the last proposed change are a tie, because one pilot cannot separate them. Of tied layers,
+    the last ones are proposed, as without a pilot.
 
     \b
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%

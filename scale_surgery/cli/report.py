@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     type=TEXTS,
     help="Text to run the model on; can be repeated. Default: the prompts of verify.",
 )
-@click.option("--name", help="Which expansion, where there are several.")
-@click.option(
-    "--files-only", is_flag=True, help="Read tensors only and run no model: nothing is said about hidden states."
-)
+@click.option("--name", help="Expansion to report on, if there are several.")
+@click.option("--files-only", is_flag=True, help="Read tensors only and run no model. Hidden states are left out.")
 @files_option(".html", ".json", help="Write a page with plots and every number as .html, or the numbers as .json.")
 @click.option("--details", is_flag=True, help="List every tensor.")
 @click.option(
@@ -41,11 +39,11 @@ if TYPE_CHECKING:
 def report_command(
     expanded: Path, texts: tuple[Path, ...], outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
 ) -> None:
-    """Show what training changed in EXPANDED: norms and effective ranks of its new tensors, and drift of hidden states.
+    """Show the effect of training on EXPANDED: norms and effective ranks of new tensors, and drift of hidden states.
 
-    Norms are Frobenius norms. Drift is the largest absolute difference between the model's base stream, the base's part
-    of its hidden states, and the hidden states of the base model; the cosine between them is a mean over tokens. Texts
-    are as for train: text files, JSONL, folders saved by the library datasets.
+    Norms are Frobenius norms. Drift is the largest absolute difference between the model's base stream and the hidden
+    states of the base model. The cosine between the two is a mean over tokens. Texts have the formats of train: text
+    files, JSONL, folders saved by the library datasets.
 
     \b
     Example: scale-surgery report EXPANDED --text general.txt -o report.html

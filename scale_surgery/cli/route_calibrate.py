@@ -28,15 +28,13 @@ if TYPE_CHECKING:
 @click.command(name="route-calibrate", cls=Headed, first=("old", "new", "most_forgetting", "write", "plot"))
 @click.argument("routed", type=FOLDER)
 @click.option("--old", multiple=True, required=True, type=TEXTS, help=OLD_HELP)
-@click.option(
-    "--new", multiple=True, required=True, type=TEXTS, help="Text with what was to be learned; can be repeated."
-)
+@click.option("--new", multiple=True, required=True, type=TEXTS, help="New text, to measure learning; can be repeated.")
 @options_from(CalibrationSettings, "most_forgetting", "bound", "write")
 @set_option(CalibrationSettings)
 @click.option(
     *("-o", "--output", "plot"),
     type=OutputFile(*PICTURES),
-    help="Draw forgetting against learning, a point for each setting, as .png or .svg. Default: none.",
+    help="Plot forgetting against learning as .png or .svg, one point for each setting. Default: none.",
 )
 @click.option("--details", is_flag=True, help="List every setting, not only the best ones.")
 @reading_options("ROUTED")
@@ -46,16 +44,16 @@ def route_calibrate_command(
 ) -> None:
     """Find the best setting for the router of ROUTED: a threshold, or a prior and a switch rate.
 
-    ROUTED is a folder that route-export wrote, or one of compose, whose prior has a weight for each path.
+    ROUTED is an output folder of route-export or compose. A prior of compose has a weight for each path.
 
     Each text is read once, and every setting is computed from the logits of all paths. Forgetting is the loss on old
-    text minus the base's; learning is the base's loss on new text minus the model's. Both are in nats per token.
+    text minus the base's. Learning is the base's loss on new text minus the model's. Both are in nats per token.
 
-    The best setting is the one that learns most among those that forget at most --most-forgetting. Where none forgets
-    so little, it is the one that forgets least. Settings with which any text, or the first 8 tokens of old texts, may
-    lose more than now are left out unless they are asked for (--bound, and bound_per_token or most_short_forgetting by
-    --set), and a change has to be worth it (--set least_gain). Among equals the current setting wins, then the default.
-    Measure the result on other text than you calibrate on.
+    The best setting learns most and forgets at most --most-forgetting. If every setting forgets more, it is the one
+    that forgets least. By default, no setting may lose more than now on any text, or on the first 8 tokens of old
+    texts. --bound changes the first limit; with --set, bound_per_token and most_short_forgetting change the others. A
+    change of setting needs a gain (--set least_gain). If settings are equal, the current one wins, then the default.
+    Measure the result on other text than the calibration text.
 
     \b
     Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.txt --write

@@ -45,9 +45,9 @@ def make_routing(router: str, options: dict[str, Any]) -> Router | None:
 def route_export_command(
     expanded: Path, output: Path, router: str, base_weights: Any, overwrite: bool, out: Output, **options: Any
 ) -> None:
-    """Add a router to EXPANDED: one forward pass computes two paths, and the router decides token by token.
+    """Add a router to EXPANDED. One forward pass computes two paths, and the router decides token by token.
 
-    The preserve path is without W12 and keeps what the base knows; the adapt path is the trained model. No weight
+    The preserve path has no W12 and keeps the base's knowledge. The adapt path is the trained model. No weight
     changes.
 
     \b

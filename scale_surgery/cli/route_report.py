@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @click.command(name="route-report", cls=Headed)
 @click.argument("model")
-@click.option("--text", "texts", multiple=True, required=True, type=TEXTS, help="Text to look at; can be repeated.")
+@click.option("--text", "texts", multiple=True, required=True, type=TEXTS, help="Text to route; can be repeated.")
 @files_option(
     ".html",
     ".jsonl",
     ".json",
-    help="Write a page with tokens in colour as .html, a line of JSON for each token as .jsonl, or all as .json.",
+    help="Write a page with tokens in colour as .html, one line of JSON for each token as .jsonl, or all as .json.",
 )
 @reading_options("MODEL")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 def route_report_command(
     model: str, texts: tuple[Path, ...], outputs: tuple[Path, ...], out: Output, **options: Any
 ) -> None:
-    """Show which path of MODEL each token of a text came from, and how well each path predicted it.
+    """Show the path of each token of a text in MODEL, and how well each path predicted it.
 
-    MODEL is a folder that route-export or compose wrote, or a Hub id. Texts are as for train: text files, JSONL,
-    folders saved by the library datasets.
+    MODEL is an output folder of route-export or compose, or a Hub id. Texts have the formats of train: text files,
+    JSONL, folders saved by the library datasets.
 
     \b
     Example: scale-surgery route-report ROUTED --text notes.txt -o report.html

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 @options_from(Address)
 @click.option(
     "--expansion",
-    help="Expansion of a composed folder, or base, that answers where a request names MODEL. Default: all, weighed by "
-    "the router. A request that names an expansion itself is answered by that one.",
+    help="Expansion of a composed folder, or base, that answers requests to MODEL. Default: all, weighted by the "
+    "router. A request can also name its expansion.",
 )
 @run_options("device", "dtype", code=code_of("MODEL"))
 @output_options
 def serve_command(model: str, out: Output, **options: Any) -> None:
-    """Serve MODEL with OpenAI's endpoints, by transformers' own server, until Ctrl-C.
+    """Serve MODEL with OpenAI's endpoints, by transformers' own server. Ctrl-C stops it.
 
-    MODEL may be stock, expanded, routed, composed or fused. The server needs pip install 'scale-surgery[serve]'.
+    MODEL is stock, expanded, routed, composed or fused. The server needs pip install 'scale-surgery[serve]'.
 
     \b
     Example: scale-surgery serve ROUTED --port 8000

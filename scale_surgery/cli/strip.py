@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @overwrite_options
 @output_options
 def strip_command(expanded: Path, output: Path, base_weights: Any, overwrite: bool, out: Output) -> None:
-    """Take the expansion off EXPANDED again, or all expansions: its base model, every file byte for byte.
+    """Remove all expansions from EXPANDED. The output is its base model, every file byte for byte.
 
     \b
     Example: scale-surgery strip EXPANDED -o BASE

@@ -50,21 +50,21 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[str]]:
 @click.option(
     "--eval-data",
     multiple=True,
-    help="old=FILE or new=FILE: measure the loss on this text during the run; can be repeated.",
+    help="Text to measure the loss on during the run: old=FILE or new=FILE; can be repeated.",
 )
 @options_from(TrainingSettings)
 @click.option(
     "--report-to",
     multiple=True,
     callback=lambda _, __, given: tuple(name.strip() for names in given for name in names.split(",")),
-    help="Also write the log for tensorboard, wandb, mlflow or whatever else the Trainer of transformers knows; "
-    "several with commas, can be repeated.",
+    help="Other loggers: tensorboard, wandb, mlflow or any that the Trainer of transformers supports. Separate several "
+    "by commas. Can be repeated.",
 )
 @click.option(
     "--cache-dir",
     type=FOLDER,
-    help="Folder in which the tokens of the texts to learn are kept, so that they are made once. Default: those of "
-    "texts of 64 MiB and more are, in the cache of Hugging Face.",
+    help="Folder to cache the tokens of the texts to learn. Default: the cache of Hugging Face, for texts of 64 MiB "
+    "and more.",
 )
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in the output folder.")
 @set_option(TrainingSettings)
@@ -79,12 +79,11 @@ def train_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Train the new tensors of EXPANDED; the base stays frozen.
+    """Train the new tensors of EXPANDED. The base stays frozen.
 
     Data are text files (one document each), JSONL with "text", or "question" and "answer", or "prompt" and
     "completion", folders saved by the library datasets or full of JSONL or Parquet files, and datasets of the Hub:
-    ORG/NAME. What else is to be known of one follows: ORG/NAME,split=train,column=body. Of a question, only the answer
-    is learned.
+    ORG/NAME. Add options after commas: ORG/NAME,split=train,column=body. In a question, only the answer is learned.
 
     \b
     Example: scale-surgery train EXPANDED --data new.txt --eval-data old=old.txt

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     "--promise",
     "required",
     multiple=True,
-    help="A promise that must hold; can be repeated. Default: all that EXPANDED makes.",
+    help="Promise that must hold; can be repeated. Default: all promises of EXPANDED.",
 )
 @click.option(
     "--files-only",
     is_flag=True,
-    help="Check files only and run no model: promises about outputs are not checked.",
+    help="Check files only and run no model. Promises about outputs are not checked.",
 )
 @running_options
 @files_option(".json", help="Write the result to this .json file, as a certificate.")
@@ -44,7 +44,7 @@ def verify_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Check which promises EXPANDED keeps, and show the numbers; exit code 1 if one is broken.
+    """Check the promises of EXPANDED, and show the numbers. The exit code is 1 if one is broken.
 
     \b
     recoverable           the base checkpoint comes back byte for byte

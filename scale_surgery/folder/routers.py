@@ -27,12 +27,12 @@ class RouterOptions:
     """How each token is routed over K + 1 paths: the base, and the base with each of K expansions.
 
     Attributes:
-        router: posterior mixes all paths by how well each predicted the text so far. cosine decides by the cosine of
-            the base logits of two paths (SCALE, arXiv 2511.03270, eq. 5).
+        router: Rule of the router. posterior mixes all paths by how well each predicted the text so far. cosine picks
+            one of two paths by the cosine of their base logits (SCALE, arXiv 2511.03270, eq. 5).
         threshold: Cosine above which a token takes the preserve path (cosine).
-        prior: Weight of the base at the start of a text (posterior). Default: as much as that of every other path.
-        switch_rate: Share of its weight that each path gives to the others at every token (posterior).
-        strict: The preserve path gives out the base model's logits alone (cosine), as it always does with posterior.
+        prior: Weight of the base at the start of a text (posterior). Default: the same as each other path.
+        switch_rate: Share of weight that each path passes to the others at every token (posterior).
+        strict: Output only the base model's logits on the preserve path (cosine). posterior always does.
     """
 
     router: str = field(default="posterior", metadata={"choices": lambda: ROUTERS})

@@ -51,15 +51,15 @@ class Push:
     """Settings of a push.
 
     Attributes:
-        private: Make a new repository private, the default, or public. One that exists stays what it is, and is refused
-            where it is not what was asked for.
+        private: Make a new repository private (the default) or public. An existing repository keeps its visibility, and
+            is refused if that differs from this flag.
         create_pr: Open a pull request instead of writing to the main branch.
-        revision: Branch to write to; it is created if it does not exist. Default: the main branch.
+        revision: Branch to write to. It is created if it does not exist. Default: the main branch.
         commit_message: First line of the commit message. Default: Push ... with scale-surgery.
-        card: Push this file as README.md. Default: the folder's own card, or one written from facts.
-        write_card: Write a new card from facts, even over one that somebody wrote.
-        license: Licence that the written card names, as the Hub calls it, such as apache-2.0. Default: the base's.
-        replace: If the repository holds another model, remove its model files that this folder does not have.
+        card: File to push as README.md. Default: the folder's own card, or a generated one.
+        write_card: Generate a new card, even if a hand-written one exists.
+        license: Licence in the generated card, by its Hub name, such as apache-2.0. Default: the base's.
+        replace: Remove model files from the repository that this folder lacks, if the repository holds another model.
         check: Check bytes and structure of the folder first.
     """
 

@@ -44,10 +44,10 @@ class HoldOutSettings:
     """How much text is set aside.
 
     Attributes:
-        share: Share of the text in each part that is set aside; with 0.5 nothing is left to learn.
-        most_characters: Characters in each part that is set aside, about: to measure takes time.
-        seed: Seed of what is drawn.
-        parts: What is set aside.
+        share: Share of the text in each held-out part. 0.5 leaves no text to learn.
+        most_characters: Approximate maximum of characters in each held-out part. More text takes longer to measure.
+        seed: Seed of the draw.
+        parts: Held-out parts to write.
     """
 
     share: Annotated[float, Range(above=0, most=LARGEST_SHARE, noun="a share")] = 0.1

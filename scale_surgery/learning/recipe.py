@@ -38,26 +38,25 @@ class Recipe:
     Attributes:
         model: The base model, a folder or a Hub id.
         data: Text to learn: files, or folders saved by the library datasets.
-        old: Text with what the base knows: it sets the router, and measures forgetting. Without it, only learning is
-            measured.
-        measure_new: Text to measure learning on, in place of some that is set aside.
-        measure_old: Text to measure forgetting on, in place of some that is set aside.
+        old: Old text, to calibrate the router and to measure forgetting. Without it, only learning is measured.
+        measure_new: Text to measure learning on, instead of held-out text.
+        measure_old: Text to measure forgetting on, instead of held-out text.
         revision: Branch, tag or commit of a Hub repository.
-        route: Give the model a router, which chooses between the base and what was learned.
-        base_weights: How base shards get from MODEL into the first folder; those in OUT share them by hard links, but
-            for copy.
-        processes: Processes that train and measure together, one a GPU; a step learns a batch of each.
-        accelerate_config: Settings for several processes, a YAML file of accelerate config, such as fsdp2.yaml.
-            Default: DDP.
-        hold_out: Which text is set aside.
-        ranking: What a pilot may spend on layers, and how it trains (layers: auto). If any of it is given and layers
-            are not, a pilot chooses.
-        expansion: Layers, method and widths; layers: auto lets a pilot choose.
+        route: Add a router, which chooses between the base and the expansion.
+        base_weights: How base shards get from MODEL into the first folder. Later folders in OUT share them by hard
+            links, except with copy.
+        processes: Number of processes for training and measuring, one for each GPU. A step learns one batch of each
+            process.
+        accelerate_config: YAML file of accelerate config, such as fsdp2.yaml, for several processes. Default: DDP.
+        hold_out: Text to hold out.
+        ranking: Budget and training of the pilot (layers: auto). If any of it is given without layers, a pilot chooses
+            them.
+        expansion: Layers, method and widths. layers: auto lets a pilot choose the layers.
         tokens: Tokens to add to the tokenizer.
-        training: How the new blocks train.
-        routing: How each token is routed.
-        calibration: What the router may lose.
-        running: Where models run.
+        training: Training of the new blocks.
+        routing: Router of the model.
+        calibration: Limits of the router.
+        running: Device and dtype of models.
     """
 
     model: str

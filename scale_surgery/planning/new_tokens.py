@@ -44,10 +44,11 @@ class TokenSource:
     """Where new tokens come from.
 
     Attributes:
-        token_file: Tokens to add: a text file, one a line, or a folder of a tokenizer whose first ids are the base's.
-        token_texts: Text to learn new tokens from, those that save most on it; can be repeated. The base's
-            tokenizer has to be a BPE, whose merges are gone on with.
-        token_count: How many tokens to learn from --new-tokens-from.
+        token_file: Tokens to add: a text file with one token a line, or a tokenizer folder. The first ids of that
+            tokenizer must be the base's.
+        token_texts: Text to learn new tokens from; can be repeated. The tokens that shorten it most are added. The base
+            needs a BPE tokenizer; its merges are extended.
+        token_count: Number of tokens to learn from --new-tokens-from.
     """
 
     token_file: str | None = field(default=None, metadata={"option": "new-tokens"})

@@ -22,32 +22,33 @@ class Request:
     """What the user asks for; None means the default that the plan resolves and prints.
 
     Attributes:
-        layers: Layers to expand, counted from 0: 20-31 (both included), 0,4,8, -1 (the last), last:4, every:4, all; or
-            none, where new tokens are all that is added.
-        method: scale adds new blocks, grow adds copies of the MLP, depth adds copies of whole layers.
-        variant: What trains. scale: preserve (no W12, the default), adapt (W12 in the collaborative layers) or gated
-            (the same, through gates that learn which text they leave to the base). grow: grow-freeze (the copies, the
-            default) or grow-train (the original gate and up projections too). depth: depth.
+        layers: Layers to expand, counted from 0: 20-31 (both included), 0,4,8, -1 (the last), last:4, every:4, all. Use
+            none to add only new tokens.
+        method: Kind of expansion. scale adds new blocks, grow adds copies of the MLP, depth adds copies of whole
+            layers.
+        variant: Variant of the method. preserve (default of scale): no W12. adapt: W12 in the collaborative layers.
+            gated: as adapt, with trained gates that close on old text. grow-freeze (default of grow): only the copies
+            train. grow-train: the original gate and up projections train too. depth: the only variant of depth.
         collaborative_layers: Layers with W12 (adapt, gated). Default: all expanded layers.
-        collaborate: Where these layers have W12: in attention, in the MLP or in both (adapt, gated). Default: attn;
-            with an up width of 0 wherever something is added.
-        ratio: Added width as a share of the base's, for widths that are not given.
-        up_width: Features added to the hidden size. Default: from the ratio, in eights; fewer if the new columns of
-            the head would cost more parameters than the layers.
-        up_kv_heads: Key/value heads added in each layer, each with its query heads. Default: from the ratio; none if
-            one head is more than twice that share.
-        up_inner_width: Features added inside each MLP. Default: from the ratio.
-        init_w21: How W21 starts.
-        init_w22: How W22 starts.
-        init_embedding: How the new columns of the embedding start.
-        svd: exact computes eigenvectors in float64, fast uses a randomized range finder.
-        seed: Seed of everything random.
-        dtype: Dtype of the new tensors. Default: that of the base tensor beside each.
-        copies: MLPs in a grown layer, the original included (grow). Default: 2.
-        name: What the expansion is called in the model: letters, digits and underscores.
-        new_tokens: Tokens that are added to the base's tokenizer, with a row each in embedding and head.
-        new_tokens_init: How the rows of new tokens start: pieces is the mean of the rows of what the base's tokenizer
-            makes of the token.
+        collaborate: Parts of the collaborative layers with W12: attention, MLP or both (adapt, gated). Default: attn,
+            or all expanded parts if the up width is 0.
+        ratio: Added width as a share of the base's. It sets all widths that are not given.
+        up_width: Features to add to the hidden size. Default: from the ratio, a multiple of 8. Exception: fewer if the
+            new columns of the head would cost more parameters than the layers.
+        up_kv_heads: Key/value heads to add in each layer, with their query heads. Default: from the ratio. Exception:
+            none if one head is more than twice that share.
+        up_inner_width: Features to add inside each MLP. Default: from the ratio.
+        init_w21: Initial values of W21.
+        init_w22: Initial values of W22.
+        init_embedding: Initial values of the new embedding columns.
+        svd: Algorithm of the SVD: exact computes eigenvectors in float64, fast uses a randomized range finder.
+        seed: Seed of all random numbers.
+        dtype: Dtype of the new tensors. Default: the dtype of the base tensor next to each.
+        copies: MLPs in a grown layer, including the original (grow). Default: 2.
+        name: Name of the expansion: letters, digits and underscores.
+        new_tokens: Tokens to add to the base's tokenizer, with a row each in embedding and head.
+        new_tokens_init: Initial rows of new tokens. pieces: the mean of the rows of the token's pieces in the base's
+            tokenizer.
     """
 
     layers: str

@@ -28,18 +28,18 @@ class CalibrationSettings:
     """Criteria for the best setting of a router, and its outputs.
 
     Attributes:
-        most_forgetting: Nats per token of old text that may be lost against the base.
-        bound: Nats that any text may lose against the base, -ln(prior) of a posterior router; against the best path
-            for it in a composed model. Default: as many as with the present setting.
-        bound_per_token: Nats that each further token of a text may add to the bound, -ln(1 - switch rate). Default: as
-            many as with the present setting.
-        most_short_forgetting: Nats per token of the first 8 tokens of old texts that may be lost against the base.
-            Default: at most 0.02 more than with the present setting, with twice the standard error over texts added;
-            with a looser bound, what it allows.
-        least_gain: The present setting is only changed for one that learns more, by this share of what can be learned
-            and by twice the standard error over texts. 0 takes any gain.
+        most_forgetting: Maximum forgetting on old text, in nats per token.
+        bound: Maximum loss of any text over the base, in nats: -ln(prior) of a posterior router. A composed model is
+            compared with its best path. Default: the bound of the current setting.
+        bound_per_token: Maximum increase of the bound for each further token, in nats: -ln(1 - switch rate). Default:
+            the increase of the current setting.
+        most_short_forgetting: Maximum forgetting on the first 8 tokens of old texts, in nats per token. Default: 0.02
+            more than the current setting, with twice the standard error over texts added. With a looser bound, the
+            limit is the bound's.
+        least_gain: Minimum gain of a change from the current setting, as a share of the possible learning. The gain
+            must also exceed twice the standard error over texts. 0 takes any gain.
         write: Store the best setting in the model.
-        plot: Draw forgetting against learning, one point for each setting, as PNG or SVG; an existing file is
+        plot: PNG or SVG file for a plot of forgetting against learning, one point for each setting. An existing file is
             replaced. Default: none.
     """
 

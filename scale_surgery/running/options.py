@@ -23,11 +23,11 @@ class RunOptions:
     The operation chooses the values of omitted fields.
 
     Attributes:
-        device: Where models run: cpu, cuda, ...; auto takes a GPU if there is one.
-        dtype: Cast the weights to this dtype. Default: as they are stored.
-        trust_remote_code: Run the code in a model's folder, and a tokenizer's own, instead of this program's.
-        memory_bytes: On the CPU, weights above this are streamed from their files.
-        batch_size: Windows in one forward pass. Default: what suits the operation.
+        device: Device of the models: cpu, cuda, ... auto uses a GPU if there is one.
+        dtype: Dtype to cast the weights to. Default: the stored dtype.
+        trust_remote_code: Run the code in the folders of model and tokenizer instead of this program's.
+        memory_bytes: Memory for weights on the CPU, in bytes. A larger model is streamed from its files.
+        batch_size: Windows in one forward pass. Default: set by the operation.
     """
 
     device: str = "auto"
@@ -56,7 +56,7 @@ class Probes:
 
     Attributes:
         prompts_file: Text file with one prompt a line, for comparing logits. Default: built-in prompts.
-        max_new_tokens: Tokens to generate for each prompt; 0 skips generation.
+        max_new_tokens: Tokens to generate for each prompt. 0 skips generation.
     """
 
     prompts_file: Path | None = field(default=None, metadata={"option": "prompts"})

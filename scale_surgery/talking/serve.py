@@ -35,7 +35,7 @@ class Address:
     """The address of a server.
 
     Attributes:
-        host: Address to listen on. The usual one is reached from this machine alone; clients need no key.
+        host: Address to listen on. The default accepts connections from this machine only. Clients need no key.
         port: Port to listen on.
     """
 

@@ -22,17 +22,15 @@ class GenerationSettings:
     """Settings of prompts and of sampling; unset ones come from the model's own generation_config.json.
 
     Attributes:
-        system: What a chat template says first, as the system message. Default: nothing.
-        raw: Go on with the text as it is, also where the tokenizer has a chat template.
-        max_new_tokens: Most tokens of an answer.
-        temperature: 0 takes the most likely token each time; the larger, the more is left to chance. Default: the
-            model's own.
-        top_p: Choose among the most likely tokens that have this probability together. Default: the model's own.
-        top_k: Choose among so many of the most likely tokens; 0 for all of them. Default: the model's own.
-        repetition_penalty: Divide the logits of tokens that were there before; 1 does nothing. Default: the model's
-            own.
-        seed: Seed of what is drawn.
-        expansion: Expansion of a composed folder that answers alone, or base for its base. Default: all, weighed by
+        system: System message of the chat template. Default: none.
+        raw: Continue the prompt as plain text, without the tokenizer's chat template.
+        max_new_tokens: Maximum number of tokens in an answer.
+        temperature: Sampling temperature. 0 always takes the most likely token. Default: the model's own.
+        top_p: Sample from the most likely tokens with this total probability. Default: the model's own.
+        top_k: Sample from this number of most likely tokens, or from all with 0. Default: the model's own.
+        repetition_penalty: Divisor of the logits of earlier tokens. 1 changes nothing. Default: the model's own.
+        seed: Seed of sampling.
+        expansion: Expansion of a composed folder that answers alone, or base for its base. Default: all, weighted by
             the router.
     """
 

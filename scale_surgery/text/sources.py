@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.errors import DataError, Problem
 
 # advice if old text is missing
-NO_OLD_TEXT = "Where there is none, the base writes some: scale-surgery generate MODEL --samples 500 -o old.jsonl."
+NO_OLD_TEXT = "Without any, sample some from the base: scale-surgery generate MODEL --samples 500 -o old.jsonl."
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 # suffixes of names that cannot be ids of datasets
 FILE_SUFFIXES = (

@@ -20,13 +20,13 @@ class RankingSettings:
     """Budget of an expansion, and settings of the pilot, which trains by AdamW without weight decay.
 
     Attributes:
-        budget: Parameters that the expansion may add: a share of the base's such as 30%, or a number such as 200M.
-        steps: Optimizer steps of the pilot. Default: 100, or fewer, so that no token is read more than 4 times.
+        budget: Parameters that the expansion may add: a share of the base's, such as 30%, or a number, such as 200M.
+        steps: Optimizer steps of the pilot. Default: 100, or fewer so that each token is read at most 4 times.
         batch_size: Sequences in one optimizer step.
         sequence_length: Tokens in a sequence. Default: the model's context length, at most 1024.
-        learning_rate: Highest learning rate. It rises over the first 6% of the steps, then falls linearly to zero.
-        seed: Seed of the order of the data and of dropout.
-        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them: less memory, more
+        learning_rate: Peak learning rate. It rises over the first 6% of the steps, then falls linearly to zero.
+        seed: Seed of the data order and of dropout.
+        gradient_checkpointing: Recompute activations in the backward pass instead of storing them: less memory, more
             time.
     """
 

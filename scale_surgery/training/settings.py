@@ -32,46 +32,46 @@ class TrainingSettings:
     """Settings of training; schedule and warm-up default to those of the paper (arXiv 2511.03270, section 5).
 
     Attributes:
-        name: Which expansion trains; others stay as they are, and take no part. Default: the only one.
+        name: Expansion to train. Other expansions stay unchanged and are not used. Default: the only one.
         sequence_length: Tokens in a sequence. Default: the model's context length, at most 1024.
-        packing: Join all documents and cut them into full sequences (the default); otherwise each document is a
-            sequence of its own, padded.
-        learn_prompts: Compute the loss on questions and prompts too, not on answers alone.
-        steps: Optimizer steps. Default: as many as the epochs take.
-        epochs: Passes over the data; not used where steps are given.
+        packing: Join all documents and cut them into full sequences (the default). Without it, each document is a
+            padded sequence of its own.
+        learn_prompts: Include questions and prompts in the loss, not only answers.
+        steps: Optimizer steps. Default: the number of steps in the epochs.
+        epochs: Passes over the data. Ignored if steps are given.
         batch_size: Sequences in one forward pass of one process.
         gradient_accumulation: Forward passes in one optimizer step.
-        learning_rate: Highest learning rate of all tensors, reached after the warm-up. Default: by the width of the
-            model, 0.4 / width, or three times as much in preserve.
-        schedule: How the learning rate falls after the warm-up.
-        warmup: Share of the steps in which the learning rate rises from zero. Default: 0.06, and at least 10 steps; a
+        learning_rate: Peak learning rate of all tensors, after the warm-up. Default: 0.4 / width of the model, or three
+            times as much in preserve.
+        schedule: Shape of the learning rate after the warm-up.
+        warmup: Share of the steps in which the learning rate rises from zero. Default: 0.06, and at least 10 steps. A
             shorter run ends with a lower rate.
         weight_decay: Weight decay of AdamW.
-        max_gradient_norm: Gradients are clipped to this norm; 0 clips nothing.
-        groups: Groups of new tensors that train, such as w12,w21.
-        routed: Compute the loss on the router's output, so that the adapt path learns the tokens that it will answer;
-            otherwise on the adapt path alone. For models with a router.
-        seed: Seed of the order of the data and of everything random.
-        bf16: Compute in bfloat16 (autocast). Default: on if the base is stored in bfloat16. Exception: on a CPU without
-            instructions for it, the base is loaded in float32.
-        base_quantization: Quantise the base while it trains, by bitsandbytes: int8 (LLM.int8) or nf4 (4 bits, as QLoRA
-            has it); its files stay as they are. Default: as it is stored.
-        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them: less memory, more
+        max_gradient_norm: Norm to which gradients are clipped. 0 clips nothing.
+        groups: Groups of new tensors to train, such as w12,w21.
+        routed: Compute the loss on the router's output, so that the adapt path learns the tokens that the router gives
+            it. Without this flag, the loss is that of the adapt path. Needs a router.
+        seed: Seed of the data order and of all other random numbers.
+        bf16: Compute in bfloat16 (autocast). Default: on if the base is stored in bfloat16. Exception: a CPU without
+            instructions for it loads the base in float32.
+        base_quantization: Quantise the base in memory during training, with bitsandbytes: int8 (LLM.int8) or nf4 (4
+            bits, as in QLoRA). Its files do not change. Default: no quantisation.
+        gradient_checkpointing: Recompute activations in the backward pass instead of storing them: less memory, more
             time.
         save_every: Steps between checkpoints. Default: a tenth of the run.
         eval_every: Steps between measurements on old and new text. Default: a tenth of the run.
-        log_every: Steps between entries of the log. Default: 10, or a tenth of the run if that is less.
-        rehearse: Text on which the model is asked to stay what its base is, beside the text to learn: self for text
-            that the base writes, or a file, a folder or a dataset; can be repeated. Default: none.
+        log_every: Steps between log entries. Default: 10, or a tenth of the run if that is less.
+        rehearse: Regularise towards the base on this text (KL divergence): a file, a folder, a dataset, or self for
+            text sampled from the base; can be repeated. Default: none.
         rehearsal_weight: Weight of the divergence from the base in the loss.
-        rehearsal_share: Share of the sequences of a step that are rehearsed, rounded to whole sequences beside each
-            batch of each process, at least one.
-        rehearsal_samples: Texts that the base writes (rehearse self). Default: half of the tokens that the run
-            rehearses, in at most 800 texts.
-        rehearsal_length: Tokens of a sample (rehearse self). Default: as many as a sequence has.
-        rehearsal_temperature: Temperature of sampling (rehearse self).
-        rehearsal_prompts: File with beginnings of samples, one a line (rehearse self). Default: the token with which
-            texts begin.
+        rehearsal_share: Share of rehearsed sequences in a step. It is rounded to whole sequences for each batch of each
+            process, at least one.
+        rehearsal_samples: Number of texts to sample from the base (rehearse self). Default: half of the tokens that the
+            run rehearses, in at most 800 texts.
+        rehearsal_length: Tokens in a sample (rehearse self). Default: the sequence length.
+        rehearsal_temperature: Sampling temperature (rehearse self).
+        rehearsal_prompts: Text file with the beginnings of samples, one a line (rehearse self). Default: the
+            tokenizer's first token of a text.
     """
 
     name: str | None = None
@@ -122,8 +122,8 @@ class EvalData:
     """Texts on which a model is measured while it trains.
 
     Attributes:
-        old: Files that tell what the base knows; forgetting is measured on them.
-        new: Files with what is to be learned; learning is measured on them.
+        old: Files with old text, to measure forgetting.
+        new: Files with new text, to measure learning.
     """
 
     old: Sequence[str | Path] = ()
@@ -136,12 +136,12 @@ class TrainingStart:
 
     Attributes:
         resume: Continue an interrupted run in the output folder from its last whole checkpoint.
-        base_weights: Of a new run, how base shards are taken over: "auto", "copy" or "link".
-        overwrite: Whether a new run may replace an existing output folder.
-        announce: Called with what the run will do, before its first step.
-        report_to: Where else the log goes, such as tensorboard,wandb: whatever the Trainer of transformers reports to.
-        cache_dir: Folder in which the tokens of the texts to learn are kept. Default: those of large texts are, in the
-            cache of the library datasets (HF_DATASETS_CACHE).
+        base_weights: How a new run takes over base shards: "auto", "copy" or "link".
+        overwrite: True if a new run may replace an existing output folder.
+        announce: Called with the schedule of the run before its first step.
+        report_to: Other loggers, such as tensorboard and wandb: any that the Trainer of transformers supports.
+        cache_dir: Folder for the tokens of the texts to learn. Default: tokens of large texts go to the cache of the
+            library datasets (HF_DATASETS_CACHE).
     """
 
     resume: bool = False

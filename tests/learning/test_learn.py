@@ -432,7 +432,7 @@ def test_the_page_says_of_each_promise_what_came_out():
 
 def test_help_names_no_default_that_a_preset_changes():
     text = " ".join(command.run("learn", "--help").output.split())
-    assert text.count("[default: that of the preset") == 2 and text.count("[default: by the width of the model") == 1
+    assert text.count("[default: from the preset") == 2 and text.count("[default: from the width of the model") == 1
 
 
 def test_tokens_are_learned_of_the_text_to_learn_without_what_is_set_aside(settings, tmp_path):
