@@ -179,7 +179,7 @@ def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Pa
     first, second = send(hub, expanded, check=True), send(hub, expanded, check=True)
     assert second.commit == first.commit and len(hub.repositories[REPO].messages) == 1
     assert (first.is_unchanged, second.is_unchanged) == (False, True)
-    for done, title in ((first, "pushed"), (second, "nothing to push: the Hub has it all")):
+    for done, title in ((first, "pushed"), (second, "nothing to push: the Hub has all files")):
         console = Console(width=80, record=True, file=io.StringIO())
         console.print(render_pushed(done))
         shown = console.export_text().splitlines()
@@ -638,7 +638,7 @@ def test_the_command_lists_what_it_sends(hub: Hub, copied: Path, monkeypatch: py
     text = " ".join(shown.output.split())
     for part in ("LICENSE 3 B the base's, as it is", "left out: old.bin", "# wide", "would be pushed"):
         assert part in text
-    assert f"repository {REPO}, private" in text and "Hub would take it" in text and "hf_writer" not in text
+    assert f"repository {REPO}, private" in text and "Hub would accept the push" in text and "hf_writer" not in text
     # there is no token
     refused = run("push", copied, REPO, "--dry-run", code=1).output
     assert all(len(line.rstrip()) <= 80 for line in refused.splitlines())
