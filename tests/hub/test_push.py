@@ -184,7 +184,7 @@ def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Pa
         console.print(render_pushed(done))
         shown = console.export_text().splitlines()
         assert shown[0].strip() == title
-        assert f"see         {hub.address}/{REPO}" in [line.rstrip() for line in shown]
+        assert f"URL         {hub.address}/{REPO}" in [line.rstrip() for line in shown]
 
 
 @pytest.mark.slow

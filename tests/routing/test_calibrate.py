@@ -751,7 +751,7 @@ def test_settings_that_are_beaten_or_hardly_differ_are_left_out() -> None:
 def test_what_the_table_says_of_the_best() -> None:
     present, best = outcome(0.5, 0.1, 1.5), outcome(0.25, 0.0123, 1.2345)
     text = "\n".join(shown_of(calibration(present, best)))
-    assert "best   threshold 0.25: forgets +0.0123, learns +1.2345, 61.7% of what the adapt" in text
+    assert "best   threshold 0.25: forgets +0.0123, learns +1.2345, 61.7% of the learning" in text
     assert "rule   learns most, and forgets at most 0.02 nats per token" in text
     assert "next   scale-surgery route-calibrate routed --old" in text and "but " not in text
     assert text.endswith(" --write")
