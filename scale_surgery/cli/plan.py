@@ -39,7 +39,7 @@ def request_options(command: Command) -> Command:
     return add_options(command, [options_from(Request), options_from(TokenSource), set_option(Request)])
 
 
-LEFT_OUT = "other weight formats and links out of the folder are not taken along: {}"
+LEFT_OUT = "other weight formats and links out of the folder are not copied: {}"
 
 
 def paths_of_tokens(wanted: TokenSource) -> list[Path]:

@@ -120,11 +120,16 @@ def values_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def unknown_setting(name: str) -> Problem:
-    """Return the problem of an unknown setting, with the one that may have been meant."""
-    last = name.rpartition(".")[2]
-    near = [known for known in settings() if "." not in name and known.rpartition(".")[2] == last]
-    near = near or get_close_matches(name, settings(), 1, 0.6)
-    near = near or [known for known in settings() if known.rpartition(".")[2] == last]
+    """Return the problem of an unknown setting, with the settings of the most similar name.
+
+    Names are compared without their sections: a long section would make all its settings similar. A similar section
+    then decides between settings of one name.
+    """
+    section, _, last = name.replace("-", "_").rpartition(".")
+    parts = [(known, *known.rpartition(".")[::2]) for known in settings()]
+    names = get_close_matches(last, {own for _, _, own in parts}, 1)
+    sections = get_close_matches(section, {of for _, of, own in parts if own in names}, 1)
+    near = [known for known, of, own in parts if own in names and (not sections or of in sections)]
     return Problem("setting-misnamed", name, near=near) if near else Problem("setting-unknown", name)
 
 

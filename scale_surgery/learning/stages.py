@@ -282,7 +282,9 @@ def _expand(work: Work) -> Stage:
     return Stage("expand", lambda kept: call, work.expanded, lambda done: {"warnings": list(done.warnings)})
 
 
-def _expand_by_plan(model: str, plan: Path, *, output: Path, base_weights: BaseWeights, **given: Any) -> Expansion:
+def _expand_by_plan(
+    model: str, plan: Path, *, output: Path, base_weights: BaseWeights = "auto", **given: Any
+) -> Expansion:
     return expand(model, load_plan(model, plan, **given), output, base_weights=base_weights, **given)
 
 

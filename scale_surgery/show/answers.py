@@ -116,11 +116,11 @@ class AnswerPrinter:
         for legend in render_legend(result.paths, self.marking):
             self.out.say(Group(Text(), legend))
         if not (result.has_template or result.settings.raw):
-            self.out.warn(f"{result.model} has no chat template, so it went on with the text.")
+            self.out.warn(f"{result.model} has no chat template. The prompt was continued as plain text.")
         full = sum(answer.ended == "context" for answer in result.answers)
         if full:
             self.out.warn(
-                f"{full} of {counted(len(result.answers), 'answer')} ended where the model's context is full."
+                f"{full} of {counted(len(result.answers), 'answer')} ended because the model's context is full."
             )
 
     def _end_answer(self) -> None:

@@ -97,7 +97,7 @@ def _draw_panel(axes: Axes, result: Calibration, shown: Sequence[Outcome]) -> Pa
         if outcome in shown:
             axes.scatter(outcome.forgetting, outcome.learning, label=label, **MARKS[name])
     if across[0] <= result.most_forgetting <= across[1]:
-        axes.axvline(result.most_forgetting, label=f"{result.most_forgetting:g} may be forgotten", **DOTTED)
+        axes.axvline(result.most_forgetting, label=f"maximum forgetting {result.most_forgetting:g}", **DOTTED)
     return points
 
 
@@ -141,7 +141,7 @@ def _frame(axes: Axes, closer: Axes) -> None:
 
     (left, right), (bottom, top) = closer.get_xlim(), closer.get_ylim()
     axes.add_patch(Rectangle((left, bottom), right - left, top - bottom, fill=False, edgecolor=GREY, linewidth=0.8))
-    closer.set_title("the frame in the left panel, closer", fontsize=9, color=GREY)
+    closer.set_title("magnified frame of the left panel", fontsize=9, color=GREY)
 
 
 def _draw_legend(figure: Figure, panels: int, result: Calibration) -> None:

@@ -94,8 +94,8 @@ class Legend:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         if self.is_plain or not has_colour(console):
             yield Text(
-                f"in {OPENING}name: {CLOSING}: from that expansion, which has most of the weight; the rest from "
-                f"{self.colouring.names[0]}" + ", or from no path alone" * self.has_many,
+                f"in {OPENING}name: {CLOSING}: tokens of that expansion, which has most of the weight. Other tokens: "
+                f"{self.colouring.names[0]}" + ", or no path alone" * self.has_many,
                 style="dim",
             )
             return

@@ -81,7 +81,7 @@ def render_inspection(inspection: Inspection, model: str | None = None, options:
             "shards",
             f"{len(inspection.shards)}, {counted(inspection.tensors, 'tensor')}, {format_bytes(inspection.bytes)}",
         ),
-        ("not taken along", ", ".join(inspection.left_out)),
+        ("not copied", ", ".join(inspection.left_out)),
         ("not loaded", name_some(inspection.not_loaded)),
     ]
     if inspection.expanded is None:
@@ -96,14 +96,14 @@ def render_inspection(inspection: Inspection, model: str | None = None, options:
 
 def describe_head(is_tied: bool, has_own_head: bool) -> str:
     """Describe the head: tied to the embedding, or its own tensor."""
-    other = ", with other values than the embedding, to which config.json says that it is tied" * has_own_head
+    other = ", although config.json ties it to the embedding; the values differ" * has_own_head
     return "tied to the embedding" if is_tied else f"its own tensor{other}"
 
 
 def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[RenderableType]:
     """Yield the rows of an expanded folder: all facts of a single expansion, or a line for each of several."""
     revision = f" at {added.base_revision[:12]}" if added.base_revision else ""
-    base = ("stands on", f"{added.base_name or 'unknown'}{revision}")
+    base = ("base", f"{added.base_name or 'unknown'}{revision}")
     router = ("router", "none" if added.routing is None else describe_router(added.routing, list(added.expansions)))
     rows = [("last verified", "; ".join(filter(None, [added.verified or "never", added.changed_since])))]
     rows.append((NEXT, added.adopt or ("" if model is None or added.is_current else verify_command(Path(model)))))
@@ -121,7 +121,7 @@ def _render_expanded(added: FolderSummary, model: str | None) -> Iterator[Render
 
 def _heads(sizes: Sizes) -> str:
     if not sizes.query_heads:
-        return "none that could be added to"
+        return "none that an expansion can widen"
     return f"{sizes.query_heads} query, {sizes.key_value_heads} key/value, head size {sizes.head_size}"
 
 
@@ -140,7 +140,7 @@ def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tu
     if added.new_layers:
         how = [("new layers", format_layers(added.new_layers))]
     elif added.copies is not None:
-        how = [router, ("MLPs in each", f"{added.copies}, of which each counts 1/{added.copies}")]
+        how = [router, ("MLPs in each", f"{added.copies}, each with weight 1/{added.copies}")]
     else:
         widths = Widths(added.up_width, added.up_kv_heads, added.up_inner_width)
         how = [("collaborative", where + groups), router, ("added widths", widths.description)]
@@ -148,7 +148,7 @@ def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tu
         ("variant", added.variant),
         (f"{METHODS[added.method].verb} layers", format_layers(added.layers)),
         *how,
-        ("trains", "nothing: fused, base weights and blocks are one matrix" if added.is_fused else blocks),
+        ("trains", "nothing: the fused form has one matrix for base and blocks" if added.is_fused else blocks),
         ("trained", counted(added.steps, "step") if added.steps else ""),
     ]
 
@@ -156,12 +156,12 @@ def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tu
 def render_expansion(done: Expansion) -> RenderableType:
     """Render the output of `expand`."""
     is_renumbered = done.plan.numbering is not None
-    taken = "the same data, layers renumbered in headers" if is_renumbered else "taken over as files"
+    taken = "same data, layers renumbered in headers" if is_renumbered else "copied or linked as files"
     rows = [
         ("written", str(done.path)),
         ("new shards", f"{len(done.plan.shards)}, {format_bytes(done.plan.costs.bytes_added)}"),
         ("base shards", f"{format_bytes(done.base_bytes_written)} written, {taken}"),
-        ("not taken along", ", ".join(done.left_out)),
+        ("not copied", ", ".join(done.left_out)),
     ]
     return finished("expanded", rows, done.warnings, verify_command(done.path))
 
@@ -183,11 +183,11 @@ def render_chosen_tokens(chosen: ChosenTokens) -> RenderableType:
         saved = f"{1 - tokens / before:.1%}" if number else ""
         sizes = [f"{size / tokens:.2f}" for size in (chosen.characters, chosen.bytes)]
         table.add_row(name, f"{tokens:,}", *sizes, saved)
-    most = NamedRows(["stands", "tokens before", "saves"], name="saves most")
+    most = NamedRows(["count", "tokens before", "saves"], name="largest savings")
     for saving in chosen.most_saving:
         most.add_row(_token_text(saving), f"{saving.count:,}", f"{saving.pieces}", f"{saving.saved:,}")
     count = len(chosen.new_tokens.tokens)
-    few = f"note: {count:,} of {chosen.wanted:,}; no other pair of tokens stands in the text twice"
+    few = f"note: {count:,} of {chosen.wanted:,}; no other pair of tokens occurs twice in the text"
     notes = [sentence(few, "yellow")] if count < chosen.wanted else []
     text = f"on {counted(chosen.characters, 'character')}, {format_bytes(chosen.bytes)}"
     return Group(heading("new tokens", text), table, Text(), most, *notes)
@@ -204,7 +204,7 @@ def render_stripped(done: Stripped) -> RenderableType:
         ("written", str(done.path)),
         ("base", done.base_name),
         ("files", f"{len(done.files)}, each equal to the base's by sha256"),
-        ("never taken along", ", ".join(done.left_out)),
+        ("never copied", ", ".join(done.left_out)),
         (NEXT, command("inspect", done.path)),
     ]
     return Facts("stripped", rows)
@@ -216,7 +216,7 @@ def render_routed(done: Routed) -> RenderableType:
     parts = f"from layer {forks} of {done.layers} on" if forks else "in the head alone"
     rows = [("written", str(done.path)), ("base", done.base_name)]
     if done.routing is None:
-        rows.append(("router", "none; as before route-export, and what was trained since"))
+        rows.append(("router", "none; later training is kept"))
     else:
         rows += [
             ("router", describe_router(done.routing)),
@@ -224,11 +224,11 @@ def render_routed(done: Routed) -> RenderableType:
             ("cost", f"{done.cost:.2f} x the layers of a forward without a router, and the router's own"),
         ]
     rows += [
-        ("shards", f"{format_bytes(done.bytes_written)} written, taken over as files"),
-        ("not taken along", ", ".join(done.left_out)),
+        ("shards", f"{format_bytes(done.bytes_written)} written, others copied or linked as files"),
+        ("not copied", ", ".join(done.left_out)),
         (NEXT, verify_command(done.path)),
     ]
-    return Facts("not routed any more" if done.routing is None else "routed", rows)
+    return Facts("router removed" if done.routing is None else "routed", rows)
 
 
 def render_training(done: Training) -> RenderableType:
@@ -245,7 +245,7 @@ def render_training(done: Training) -> RenderableType:
             accuracy = f", accuracy {measured[f'{side}_accuracy']:.1%}" if f"{side}_accuracy" in measured else ""
             loss = f"{measured[f'{side}_nats_per_token']:.4f} nats per token{accuracy}"
             rows.append((f"{side} text", f"{loss}; {change} {measured[change]:+z.4f}"))
-    rows += [("not taken along", ", ".join(done.left_out)), ("curves", str(done.curves))]
+    rows += [("not copied", ", ".join(done.left_out)), ("curves", str(done.curves))]
     following = [(NEXT, verify_command(done.path))]
     return Group(Facts("trained", rows), *render_warnings(done.warnings), Facts("", following))
 

@@ -33,7 +33,7 @@ def render_calibration(result: Calibration, *, details: bool = False) -> Rendera
     return Group(
         _render_heading(result),
         _render_outcomes(result, shown),
-        Text(some if details else f"{some}, those worth a choice; --details lists all", style="dim"),
+        Text(some if details else f"{some}, the candidates; --details lists all", style="dim"),
         Text(),
         _render_short(result),
         Text(),
@@ -159,25 +159,25 @@ def _render_short(result: Calibration) -> RenderableType:
         cells = [cell for length in row for cell in (_share(length.weight), format_nats(length.forgetting))]
         table.add_row(str(row[0].tokens), *cells)
     table.add_row("all", *(cell for outcome in shown.values() for cell in ("", format_nats(outcome.short.forgetting))))
-    title = Text("short prompts: the first tokens of old texts, and what is lost on the next one", style="bold")
+    title = Text("short prompts: forgetting on the token after the first tokens of old texts", style="bold")
     return Group(title, table)
 
 
 def _render_choice(result: Calibration) -> RenderableType:
     best, present = result.proposed, result.present
     path = "best" if result.has_several else "adapt"
-    kept = "" if best.kept is None else f", {_share(best.kept)} of what the {path} path learns"
+    kept = "" if best.kept is None else f", {_share(best.kept)} of the learning of the {path} path"
     rows = [
-        ("rule", f"learns most among those that forget at most {result.most_forgetting:g} nats per token"),
+        ("rule", f"learns most, and forgets at most {result.most_forgetting:g} nats per token"),
         ("best", f"{best.numbers}: forgets {format_nats(best.forgetting)}, learns {format_nats(best.learning)}{kept}"),
     ]
-    rows += [("written", "nothing: the model routes so already")] if best == present else []
-    rows += [] if result.is_within else [("but", "no setting forgets so little: it is the one that forgets least")]
+    rows += [("written", "nothing: the model has this setting")] if best == present else []
+    rows += [] if result.is_within else [("but", "every setting forgets more; the best one forgets least")]
     rows += [*_gain_rows(result), *_bound_rows(result)]
     lost = _change(format_nats, result, lambda outcome: outcome.short.forgetting)
-    rows.append(("short", f"lost on the first tokens of old texts: {lost} per token"))
+    rows.append(("short", f"forgetting on the first tokens of old texts: {lost} per token"))
     rows += _loosest_rows(result)
-    rows += [("written", f"it was {present.numbers}")] if result.written else []
+    rows += [("written", f"before: {present.numbers}")] if result.written else []
     rows += [] if result.plot is None else [("drawn", str(result.plot))]
     return Facts("", [*rows, (NEXT, _next(result))])
 
@@ -198,13 +198,15 @@ def _gain_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     if best == result.proposed:
         yield "gain", gain
         return
-    why = f"a change is made for more than {result.needed_gain:.4f}"
+    why = f"a change needs more than {result.needed_gain:.4f}"
     yield "gain", f"too small for a change: {best.numbers} gains {gain}; {why}"
 
 
 def _error(error: float) -> str:
     return (
-        f"standard error {error:.4f} over texts" if math.isfinite(error) else "and one text tells no noise: give more"
+        f"standard error {error:.4f} over texts"
+        if math.isfinite(error)
+        else "no standard error from one text: give more texts"
     )
 
 

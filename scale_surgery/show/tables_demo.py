@@ -38,7 +38,7 @@ def render_demo(result: Demo) -> RenderableType:
     """Render the result of the demo."""
     same = f"{result.files_identical} of {result.files_compared} files are identical, byte for byte"
     word = Text("All promises kept.", style="bold green") if result.passed else Text("FAILED.", style="bold red")
-    left = sentence(f"Left for you in {result.folder}/: every model of the demo, and its data", "dim")
+    left = sentence(f"Kept in {result.folder}/: every model of the demo, and its data", "dim")
     return Group(Text(same), word, left)
 
 

@@ -29,17 +29,17 @@ WORDS = {
 }
 # reasons why a merged model has more or fewer parameters than the original
 REASONS = {
-    "zeros": "zeros where a larger matrix has no block",
-    "head": "numbers of the head, which is a matrix of its own in the fused form",
-    "copy": "numbers of the head, which the base stores beside the embedding",
-    "router": "numbers of the matrix by which the router decides",
+    "zeros": "zeros in larger matrices, outside the blocks",
+    "head": "parameters of the head, a separate matrix in the fused form",
+    "copy": "parameters of the head, stored in the base beside the embedding",
+    "router": "parameters of the router's matrix",
 }
 
 
 def render_merged(done: Merged) -> RenderableType:
     """Render the output of `merge`: a merged checkpoint, or one split into blocks again."""
     added = done.parameters - done.parameters_before
-    change = f", {added:+,} against the model it was made from" if added else ""
+    change = f", {added:+,} compared with the input" if added else ""
     rows = [
         ("written", f"{done.path}  ({format_bytes(done.bytes_written)})"),
         ("form", WORDS[done.form]),
@@ -48,8 +48,8 @@ def render_merged(done: Merged) -> RenderableType:
     ]
     rows += [("of them", f"{count:+,} {REASONS[reason]}") for reason, count in done.differences.items()]
     rows += [] if done.drift is None else _drift_rows(done.drift)
-    rows += [("not taken along", ", ".join(done.left_out))]
-    return finished("taken apart" if done.form == "blocks" else "merged", rows, done.warnings, _next(done))
+    rows += [("not copied", ", ".join(done.left_out))]
+    return finished("split into blocks" if done.form == "blocks" else "merged", rows, done.warnings, _next(done))
 
 
 def _next(done: Merged) -> str:
@@ -77,7 +77,7 @@ def render_extracted(done: Extracted) -> RenderableType:
     rows = [
         ("written", str(done.path)),
         ("expansion", f"{counted(done.tensors, 'tensor')}, {format_bytes(shards)}"),
-        ("base", f"{_base(done.base_name, done.base_revision)}, {format_bytes(done.base_bytes)} that stay out"),
+        ("base", f"{_base(done.base_name, done.base_revision)}, {format_bytes(done.base_bytes)} not included"),
         ("licences", ", ".join(done.licences)),
         ("left out", name_some(done.left_out)),
         (NEXT, command("apply", done.path, "--base", named, "-o", "EXPANDED")),
@@ -94,14 +94,16 @@ def render_composed(done: Composed) -> RenderableType:
         ("router", "none" if done.routing is None else describe_router(done.routing, list(done.expansions))),
     ]
     if done.removed:
-        rows.append(("taken out", f"{', '.join(done.removed)}; all else is what was written, by sha256"))
-    rows += [("not taken along", name_some(done.left_out)), (NEXT, verify_command(done.path))]
+        rows.append(("removed", f"{', '.join(done.removed)}; all other files are unchanged, by sha256"))
+    rows += [("not copied", name_some(done.left_out)), (NEXT, verify_command(done.path))]
     return Facts("composed", rows)
 
 
 def render_applied(done: Applied) -> RenderableType:
     """Render the output of `apply`."""
-    files = f"other than before: {name_some(done.other_files)}" if done.other_files else "as before, so is the folder"
+    files = (
+        f"other than before: {name_some(done.other_files)}" if done.other_files else "as before, like the whole folder"
+    )
     rows = [
         ("written", str(done.path)),
         ("base", _base(done.base_name, done.base_revision)),
@@ -111,8 +113,8 @@ def render_applied(done: Applied) -> RenderableType:
         ("shards", f"{format_bytes(done.bytes_written)} written"),
     ]
     if done.foreign_code:
-        rows.append(("code", f"no release wrote it, read it before you trust it: {name_some(done.foreign_code)}"))
-    rows += [("not taken along", name_some(done.left_out)), (NEXT, verify_command(done.path))]
+        rows.append(("code", f"not from a release, read it before you trust it: {name_some(done.foreign_code)}"))
+    rows += [("not copied", name_some(done.left_out)), (NEXT, verify_command(done.path))]
     return Facts("applied", rows)
 
 
@@ -138,11 +140,11 @@ def render_adopted(done: Adopted) -> RenderableType:
 
 def _compared(done: Adopted) -> str:
     if not done.base_tensors:
-        return "none was saved, so none could be compared"
+        return "none saved, none compared"
     equal = f"{done.base_tensors} compared by sha256, all equal"
     if not done.widened:
         return equal
-    return f"{done.base_tensors} compared, all the same numbers; saved in another dtype: {_counted(done.widened)}"
+    return f"{done.base_tensors} compared, all equal in value; saved in another dtype: {_counted(done.widened)}"
 
 
 def _counted(kinds: Mapping[str, int]) -> str:

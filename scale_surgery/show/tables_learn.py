@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 COLUMNS = {"old": ("loss", "forgetting", "accuracy"), "new": ("loss", "learning", "accuracy")}
 ABOUT = {
-    "texts-new": "Set aside some of the new text",
-    "texts-old": "Set aside old text",
-    "layers": "Choose layers by a pilot",
+    "texts-new": "Hold out new text",
+    "texts-old": "Hold out old text",
+    "layers": "Choose layers with a pilot",
     "plan": "Plan",
     "expand": "Expand",
     "train": "Train the new blocks",
-    "route": "Give it a router",
-    "calibrate": "Set the router",
+    "route": "Add a router",
+    "calibrate": "Calibrate the router",
     "evaluate": "Measure",
     "verify": "Verify",
-    "report": "Look at what changed",
+    "report": "Report the changes",
 }
 
 
@@ -69,8 +69,8 @@ def render_estimate(estimate: Estimate) -> RenderableType:
 
 def _format_samples(sampled: ToSample) -> str:
     """Describe the text that the base samples before training, and the time for it."""
-    took = "its first batch says how long" if sampled.seconds is None else f"about {format_left(sampled.seconds)}"
-    return f"about {format_count(sampled.tokens)} tokens of the base's own, at most {sampled.texts:,} texts; {took}"
+    took = "time unknown before the first batch" if sampled.seconds is None else f"about {format_left(sampled.seconds)}"
+    return f"about {format_count(sampled.tokens)} tokens from the base, at most {sampled.texts:,} texts; {took}"
 
 
 def render_lines(estimate: Estimate) -> RenderableType:
@@ -118,7 +118,7 @@ def render_held_out(done: HeldOut) -> RenderableType:
         (part, f"{counted(count, 'document')}, {done.characters[part]:,} characters")
         for part, count in done.documents.items()
     ]
-    return Facts("set aside", [("written", str(done.path)), *rows])
+    return Facts("held out", [("written", str(done.path)), *rows])
 
 
 def cells_of(side: str, learned: Learned) -> list[tuple[str, ...]]:

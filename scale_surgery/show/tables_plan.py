@@ -61,7 +61,7 @@ def _new_tokens(plan: Plan) -> list[tuple[str, str]]:
     if (new := plan.request.new_tokens) is None:
         return []
     how = "learned from a text" if new.merges else "as they stand"
-    rows = "a row each in the embedding, which is the head too" if plan.sizes.is_tied else "a row in embedding and head"
+    rows = "a row each in the tied embedding and head" if plan.sizes.is_tied else "a row in embedding and head"
     return [("new tokens", f"{len(new.tokens):,}, {how}, {rows}; {plan.sizes.vocabulary:,} of the base stay")]
 
 
@@ -93,7 +93,7 @@ def _fused_form(plan: Plan) -> str:
     refused = plan.method.refusal("fuse") or plan.method.refusal("merge")
     if problems := refused or fused_problems(plan.architecture, plan.layers):
         return _none(problems[:1])
-    only = f", where the base's tensors are {plan.request.dtype} too" if plan.request.dtype else ""
+    only = f", if the base's tensors are {plan.request.dtype} too" if plan.request.dtype else ""
     return f"yes, by merge --to fused{only}"
 
 

@@ -179,7 +179,7 @@ def _layers(report: Report) -> RenderableType:
             after = streams[layer]
             cells += [f"{after.cosine:.4f}", "bit-equal" if after.is_bit_equal else format_norm(after.drift)]
         table.add_row(str(layer), *cells)
-    above = heading("layers", "norm of what started as zeros, relative change of what did not")
+    above = heading("layers", "norm of tensors initialised to zeros, relative change of others")
     return Group(above, *_on_copies(report, "cosine and drift are after it" if streams else ""), table)
 
 

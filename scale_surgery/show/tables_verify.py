@@ -124,11 +124,11 @@ def _continuation(numbers: Numbers) -> str:
 
 def _render_paths(numbers: Numbers) -> Sequence[RenderableType]:
     """Render the comparison of each path with the model of this expansion alone."""
-    table = NamedRows(["chosen by name", "beside the others", counted(numbers.new_tokens, "greedy token")], name="path")
+    table = NamedRows(["chosen by name", "with other paths", counted(numbers.new_tokens, "greedy token")], name="path")
     for path in numbers.paths:
         drifts = ("bit-equal" if drift == 0 else f"drift {drift:.3g}" for drift in (path.drift, path.drift_beside))
         table.add_row(path.name, *drifts, _greedy(path))
-    return heading("each path beside the model that it is alone"), table
+    return heading("each path compared with its expansion alone"), table
 
 
 def _greedy(path: PathNumbers) -> str:

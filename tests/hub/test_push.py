@@ -179,12 +179,12 @@ def test_a_second_push_of_the_same_folder_makes_no_commit(hub: Hub, expanded: Pa
     first, second = send(hub, expanded, check=True), send(hub, expanded, check=True)
     assert second.commit == first.commit and len(hub.repositories[REPO].messages) == 1
     assert (first.is_unchanged, second.is_unchanged) == (False, True)
-    for done, title in ((first, "pushed"), (second, "nothing to push: the Hub has it all")):
+    for done, title in ((first, "pushed"), (second, "nothing to push: the Hub has all files")):
         console = Console(width=80, record=True, file=io.StringIO())
         console.print(render_pushed(done))
         shown = console.export_text().splitlines()
         assert shown[0].strip() == title
-        assert f"see         {hub.address}/{REPO}" in [line.rstrip() for line in shown]
+        assert f"URL         {hub.address}/{REPO}" in [line.rstrip() for line in shown]
 
 
 @pytest.mark.slow
@@ -636,14 +636,14 @@ def test_the_command_lists_what_it_sends(hub: Hub, copied: Path, monkeypatch: py
     (copied / "old.bin").write_bytes(b"x")
     shown = run("push", copied, REPO, "--token", "hf_writer", "--dry-run", "--show-card")
     text = " ".join(shown.output.split())
-    for part in ("LICENSE 3 B the base's, as it is", "left out: old.bin", "# wide", "would be pushed"):
+    for part in ("LICENSE 3 B the base's, unchanged", "left out: old.bin", "# wide", "would be pushed"):
         assert part in text
-    assert f"repository {REPO}, private" in text and "Hub would take it" in text and "hf_writer" not in text
+    assert f"repository {REPO}, private" in text and "Hub would accept the push" in text and "hf_writer" not in text
     # there is no token
     refused = run("push", copied, REPO, "--dry-run", code=1).output
     assert all(len(line.rstrip()) <= 80 for line in refused.splitlines())
     sent = run("push", copied, REPO, "--token", "hf_writer")
-    assert f"see {hub.address}/{REPO} " in " ".join(sent.output.split())
+    assert f"URL {hub.address}/{REPO} " in " ".join(sent.output.split())
 
 
 def test_ctrl_c(hub: Hub, expanded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ def test_a_command_reads_from_the_line_of_a_stage_what_the_stage_passes(job, tmp
             words = words[words.index("-m") + 1 :]
         _, name, *options = words
         assert name == call.command
+        assert name != "expand" or ("--base-weights" in options) is (recipe.base_weights != "auto")
         read = {name: plain(value) for name, value in main.commands[name].make_context(name, options).params.items()}
         values, usual = parameters(call)
         for name, value in values.items():

@@ -585,11 +585,11 @@ def test_own_samples_are_forecast_in_tokens_and_time(settings, tmp_path):
     few, said = sampled()
     assert few is not None and (few.texts, few.tokens) == (800, 3 * settings["training.sequence_length"] // 2)
     assert few.seconds is not None and 0 < few.seconds < 60
-    assert re.search(r"to sample about \d+ tokens of the base's own, at most 800 texts; about \d+ s", said)
+    assert re.search(r"to sample about \d+ tokens from the base, at most 800 texts; about \d+ s", said)
     many, _ = sampled(**{"training.rehearsal_samples": 5, "training.rehearsal_length": 16})
     assert many is not None and (many.texts, many.tokens) == (5, 80)
     large, said = sampled(RunOptions(memory_bytes=1000))
-    assert large is not None and large.seconds is None and "; its first batch says how long" in said
+    assert large is not None and large.seconds is None and "; time unknown before the first batch" in said
     none, said = sampled(**{"training.rehearse": ()})
     assert none is None and "to sample" not in said
 

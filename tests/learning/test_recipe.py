@@ -20,7 +20,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
 from scale_surgery.learning.learn import prepare
 from scale_surgery.learning.presets import JobFacts, with_preset
-from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, values_of
+from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, unknown_setting, values_of
 from scale_surgery.learning.recipe_file import recipe_text
 from scale_surgery.training.settings import TrainingSettings, check_settings
 from tests.command import run
@@ -91,6 +91,27 @@ def test_everything_that_is_wrong_is_said_with_its_line(tmp_path, monkeypatch):
         Problem("section-without-settings", "recipe.yaml, line 10: hold_out"),
         unfit("recipe.yaml, line 11: expansion.ratio", "7", "more than 0 and at most 4"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("training.layers", ["expansion.layers"]),
+        ("training.stepz", ["training.steps"]),
+        ("traning.seed", ["training.seed"]),
+        ("expansion.steps", ["ranking.steps", "training.steps"]),
+        ("learning-rate", ["ranking.learning_rate", "training.learning_rate"]),
+        ("epoch", ["training.epochs"]),
+        ("rout", ["route"]),
+        # a known section alone makes no setting similar
+        ("training.lr", None),
+        ("hold_out.size", None),
+        ("output", None),
+    ],
+)
+def test_an_unknown_setting_is_compared_by_its_own_name(name, near):
+    problem = Problem("setting-unknown", name) if near is None else Problem("setting-misnamed", name, near=near)
+    assert name not in settings() and unknown_setting(name) == problem
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_the_last_byte_decides_and_another_dtype_is_another_head(tmp_path):
 
 def test_commands_say_it(tmp_path):
     base = stored_twice(tmp_path / "base", 1.0)
-    words = "its own tensor, with other values than the embedding, to which config.json says that it is tied"
+    words = "its own tensor, although config.json ties it to the embedding; the values differ"
     for command in (("inspect", base), ("plan", base, "--layers", "3"), ("expand", base, "--layers", "3", "--dry-run")):
         assert words in " ".join(run(*command).output.split())
 

@@ -102,7 +102,7 @@ def test_a_plan_says_what_the_expansion_can_become_and_what_stands_outside_its_l
     assert wide["fused form"] == "yes, by merge --to fused" and wide["router"] == "yes, by route-export"
     assert wide["stock form"].startswith("none. The residual stream is 8 features wider than the base's 40")
     cast = rows(plan(base_of("llama"), Request("1", dtype="bfloat16")))
-    assert cast["fused form"] == "yes, by merge --to fused, where the base's tensors are bfloat16 too"
+    assert cast["fused form"] == "yes, by merge --to fused, if the base's tensors are bfloat16 too"
     grown = rows(plan(base_of("llama"), Request("1", method="grow")))
     assert "outside layers" not in grown and grown["stock form"].startswith("+")
     assert grown["fused form"].startswith("none. --method grow lets")

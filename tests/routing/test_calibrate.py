@@ -751,15 +751,15 @@ def test_settings_that_are_beaten_or_hardly_differ_are_left_out() -> None:
 def test_what_the_table_says_of_the_best() -> None:
     present, best = outcome(0.5, 0.1, 1.5), outcome(0.25, 0.0123, 1.2345)
     text = "\n".join(shown_of(calibration(present, best)))
-    assert "best   threshold 0.25: forgets +0.0123, learns +1.2345, 61.7% of what the adapt" in text
-    assert "rule   learns most among those that forget at most 0.02 nats per token" in text
+    assert "best   threshold 0.25: forgets +0.0123, learns +1.2345, 61.7% of the learning" in text
+    assert "rule   learns most, and forgets at most 0.02 nats per token" in text
     assert "next   scale-surgery route-calibrate routed --old" in text and "but " not in text
     assert text.endswith(" --write")
     written = "\n".join(shown_of(calibration(present, best, written=True, plot=Path("sweep.png"))))
-    assert "it was threshold 0.5" in written and "scale-surgery verify routed" in written and "sweep.png" in written
+    assert "before: threshold 0.5" in written and "scale-surgery verify routed" in written and "sweep.png" in written
     least = "\n".join(shown_of(calibration(present, best, is_within=False)))
-    assert "no setting forgets so little: it is the one that forgets least" in least
-    assert "nothing: the model routes so already" in "\n".join(shown_of(calibration(best, present, best)))
+    assert "every setting forgets more; the best one forgets least" in least
+    assert "nothing: the model has this setting" in "\n".join(shown_of(calibration(best, present, best)))
     present, best = (replace(outcome(threshold, 0.0, -0.5), kept=None) for threshold in (0.5, 0.25))
     text = "\n".join(shown_of(calibration(present, best)))
     assert "learns -0.5000\n" in text and "-0.5000       -" in text, "where the adapt path learns nothing"

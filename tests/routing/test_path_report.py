@@ -101,8 +101,8 @@ TOKENS = (
 def test_the_terminal_names_paths_where_it_has_no_colours() -> None:
     text = shown(render_route_report(handmade(*TOKENS))).splitlines()
     assert [line.rstrip() for line in text[:2]] == [
-        "in ⟦name: ⟧: from that expansion, which has most of the weight; the rest from",
-        "base, or from no path alone",
+        "in ⟦name: ⟧: tokens of that expansion, which has most of the weight. Other",
+        "tokens: base, or no path alone",
     ]
     assert text[3:7] == ["a.txt", "<s>An⟦medicine: na Berg⟧ is⟦law: ↵⟧", "⟦law: [b]new⟧", ""]
     assert text[7].startswith("routing  (posterior, all paths alike, switch rate 0.01;")

@@ -441,7 +441,7 @@ def test_terminal_fits_80_columns_and_is_not_written_to_by_texts(report_of: Call
 def test_terminal_shows_so_many_tokens_and_counts_the_rest() -> None:
     report = handmade(token(0, "a"), *(token(place, "b", 0.5) for place in range(1, MOST_SHOWN + 25)))
     text = shown(render_route_report(report))
-    head = "in ⟦name: ⟧: from that expansion, which has most of the weight; the rest from base a.txt a"
+    head = "in ⟦name: ⟧: tokens of that expansion, which has most of the weight. Other tokens: base a.txt a"
     assert " ".join(text.split()).startswith(head) and "  law                 2.0000  25.0%\n" in text
     assert text.count("b") == MOST_SHOWN - 1 + 2  # and one in each "base"
     assert "... 25 more tokens; -o FILE.html or FILE.jsonl shows all" in text

@@ -46,18 +46,18 @@ def test_what_new_tokens_save() -> None:
         "with 2 new tokens     410,000             2.44        2.68  18.0%",
         "with 4 new tokens     250,000             4.00        4.40  50.0%",
         "",
-        "saves most                                  stands  tokens before  saves",
-        "·Straße                                      1,234              4  3,702",
-        "⟨E6 97⟩                                        100              2    100",
-        "↵↵                                              20              2     20",
-        "Donaudampfschifffahrtsgesellschaftskapitän       1             12     11",
+        "largest savings                             count  tokens before  saves",
+        "·Straße                                     1,234              4  3,702",
+        "⟨E6 97⟩                                       100              2    100",
+        "↵↵                                             20              2     20",
+        "Donaudampfschifffahrtsgesellschaftskapitän      1             12     11",
     ]
 
 
 def test_fewer_tokens_than_were_asked_for_are_said() -> None:
     few = ChosenTokens(**{**vars(CHOSEN), "wanted": 4000})
 
-    note = "note: 4 of 4,000; no other pair of tokens stands in the text twice"
+    note = "note: 4 of 4,000; no other pair of tokens occurs twice in the text"
     assert lines(few) == [*lines(CHOSEN), note]
     assert max(map(len, lines(few))) <= 80
 

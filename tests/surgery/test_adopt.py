@@ -533,7 +533,7 @@ def test_new_tensors_alone(pair: Pair, tmp_path: Path) -> None:
     save_file(new, saved / "model.safetensors", metadata={"format": "pt"})
     done = adopt(saved, pair.path, tmp_path / "out")
     assert torch.equal(logits(load(done.path)), logits(model))
-    assert done.base_tensors == 0 and "none was saved, so none could be compared" in text_of(done)
+    assert done.base_tensors == 0 and "none saved, none compared" in text_of(done)
     card = make_card(read_contents(done.path), "lab/wide", None, None, None).text
     assert "The base that run 1 had was not saved" in card and "none of the base" not in card
     # but a part of the base is none

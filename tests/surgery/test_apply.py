@@ -311,7 +311,7 @@ def test_code_that_no_release_wrote_is_named(extracted, pair_of, tmp_path):
     done = apply(extracted, tmp_path / "again", base)
     assert done.foreign_code == (code.name,)
     text = " ".join(shown(render_applied(done)).split())
-    assert "no release wrote it, read it before you trust it: expanded_model.py" in text
+    assert "not from a release, read it before you trust it: expanded_model.py" in text
 
 
 def test_tensors_that_are_no_expansion_are_refused(extracted, pair_of, tmp_path):

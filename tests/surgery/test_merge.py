@@ -308,9 +308,9 @@ def test_the_command_says_why_parameters_differ(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     expanded = expand(tied_base(tmp_path / "base", "gpt2"), REQUESTS["adapt"], tmp_path / "expanded").path
     output = " ".join(run("merge", expanded, "-o", "fused").output.split())
-    assert re.search(r"of them \+[\d,]+ zeros .* of them \+[\d,]+ numbers of the head, which is a matrix", output)
+    assert re.search(r"of them \+[\d,]+ zeros .* of them \+[\d,]+ parameters of the head, a separate matrix", output)
     output = " ".join(run("merge", "fused", "-o", "again", "--to", "blocks").output.split())
-    assert re.search(r"of them -[\d,]+ numbers of the head, which is a matrix", output)
+    assert re.search(r"of them -[\d,]+ parameters of the head, a separate matrix", output)
 
 
 # what notices a fault

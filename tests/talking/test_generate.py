@@ -260,7 +260,7 @@ def test_command_prints_the_answer_and_nothing_else(place: Path) -> None:
     prompt = questions(people(1)[0])[1].prompt
     assert run("generate", SHIPPED_MODEL, "--prompt", prompt).stdout == " Fresno\n"
     assert run("generate", SHIPPED_MODEL, input=f"{prompt}\n").stdout == " Fresno\n"
-    warning = "warning: biographies has no chat template, so it went on with the text.\n"
+    warning = "warning: biographies has no chat template. The prompt was continued as plain text.\n"
     assert run("generate", SHIPPED_MODEL, "--prompt", prompt).stderr == warning
     assert run("generate", SHIPPED_MODEL, "--prompt", prompt, "-q").stderr == ""
 
@@ -272,7 +272,7 @@ def test_command_marks_paths_where_it_is_asked_to(place: Path) -> None:
     text, _, legend = marked.rpartition("\n\n")
     assert "⟦" not in plain and plain == run("generate", *asked, "--no-paths").stdout
     assert f"{text}\n".replace("⟦default: ", "").replace("⟧", "") == plain
-    assert legend.startswith("in ⟦name: ⟧: from that expansion")
+    assert legend.startswith("in ⟦name: ⟧: tokens of that expansion")
     weights = [(token.weights or (1, 0))[1] for token in answer.tokens if token.text]
     assert ("⟦" in text) == any(weight > 0.5 for weight in weights)
     assert any(weight > 0.5 for weight in weights) and any(weight < 0.5 for weight in weights), "both are there"

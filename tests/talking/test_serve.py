@@ -343,8 +343,8 @@ def test_an_error_in_a_stream_can_stand_between_quotes(short_stories: Path) -> N
 
 def test_what_is_shown_of_a_server() -> None:
     rows = render_served(serving.Served("both", serving.Address().url, False, ("base", "law")))
-    assert shown(rows).splitlines()[1:3] == ["model     both", "or alone  base, law"]
-    assert "or alone" not in shown(render_served(serving.Served("wide", "http://127.0.0.1:8000/v1", False)))
+    assert shown(rows).splitlines()[1:3] == ["model         both", "single paths  base, law"]
+    assert "single paths" not in shown(render_served(serving.Served("wide", "http://127.0.0.1:8000/v1", False)))
     assert serving.Address().url == "http://127.0.0.1:8000/v1"
     assert serving.Address("::1", 80).url == "http://[::1]:80/v1"
 
