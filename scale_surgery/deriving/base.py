@@ -141,7 +141,7 @@ def stored_twice(derived: Derived, places: Mapping[str, TensorPlace]) -> tuple[s
 
 
 def _is_part(name: str, loaded: Collection[str]) -> bool:
-    """Whether a tensor may be what a quantiser stores of one of these: experts_blocks, weight_scale_inv."""
+    """Return True if a quantiser may have stored a tensor for one of these names: experts_blocks, weight_scale_inv."""
     module, _, parts = name.rpartition(".")
     words = parts.split("_")
     starts = ("_".join(words[:count]) for count in range(len(words), 0, -1))

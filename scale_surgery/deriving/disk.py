@@ -103,7 +103,7 @@ class _Names:
         return None
 
     def _is_read_back(self, module: str, stored: str, tensor: _Tensor) -> bool:
-        """Whether transformers reads new tensors of this name on disk as those of the module."""
+        """Return True if transformers reads new tensors of this name on disk into the module."""
         if (module, stored) not in self.known:
             names = {
                 tensor_name(tensor.disk_path + stored, DEFAULT_NAME, block): tensor_name(

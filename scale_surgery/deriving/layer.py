@@ -24,7 +24,7 @@ LEAST = 1e-3
 
 @dataclass
 class _Contents:
-    """What the calls of a layer have shown so far."""
+    """Facts that calls of a layer have shown so far."""
 
     parts: list[LayerPart] = field(default_factory=list)
     pre_norms: list[Norm] = field(default_factory=list)

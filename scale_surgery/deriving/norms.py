@@ -12,7 +12,7 @@ TOLERANCE = 1e-3
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module may be a norm: it has no parts, and at most a gain and a bias."""
+    """Return True if a module may be a norm: it has no parts, and at most a gain and a bias."""
     names = {name for name, _ in module.named_parameters()}
     return "norm" in type(module).__name__.lower() and not list(module.children()) and names <= {"weight", "bias"}
 

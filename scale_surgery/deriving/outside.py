@@ -1,4 +1,4 @@
-"""What a twin does around its layers: embedding and norms before them, final norm and head after them."""
+"""Derive the parts of a twin around its layers: embedding and norms before them, final norm and head after them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _inside(name: str, place: LayersPlace) -> str:
 def _begin(
     calls: tuple[ModuleCall, ...], first: ModuleCall, embedding: str, place: LayersPlace
 ) -> tuple[tuple[str, ...], tuple[Norm, ...], bool]:
-    """What is added to the embeddings, their norms, and whether nothing else happens before the first layer."""
+    """Return what is added to the embeddings, their norms, and True if nothing else runs before the first layer."""
     assert first.before is not None
     stream, padded, norms, hidden = list[Tensor](), list[str](), list[Norm](), first.before.shape[-1]
     for call in calls:

@@ -92,7 +92,7 @@ class LayerPart:
         return [name for name, parameter in self.module.named_parameters() if id(parameter) not in called]
 
     def mixes_tokens(self) -> bool:
-        """Whether its output for the last token depends on other tokens."""
+        """Return True if its output for the last token depends on other tokens."""
         if self.call is None or self.entry.dim() != 3 or self.call.after is None or self.call.after.dim() != 3:
             return False
         entry = self.entry.clone()
@@ -102,7 +102,7 @@ class LayerPart:
         return gave is not None and not torch.allclose(gave[:, -1], self.call.after[:, -1], atol=1e-5, rtol=1e-4)
 
     def writer_is_output(self) -> bool:
-        """Whether the part gives what its writer gives, or a multiple of it."""
+        """Return True if the part returns its writer's output, or a multiple of it."""
         if self.call is None or self.writer is None:
             return self.writer is not None
         gave, written = self.call.after, self.writer.after
@@ -114,7 +114,7 @@ class LayerPart:
         )
 
     def only_readers_read(self) -> bool:
-        """Whether only the readers see the stream: where their outputs are fixed, another stream changes nothing."""
+        """Return True if only the readers see the stream: with their outputs fixed, another stream changes nothing."""
         if self.call is None or self.writer is None:
             return self.writer is not None
         fixed = {
@@ -128,7 +128,7 @@ class LayerPart:
         return torch.allclose(changed, before, atol=1e-5, rtol=1e-4)
 
     def written(self, changes: Mapping[nn.Module, Change], entry: Tensor | None = None) -> Tensor | None:
-        """What the writer reads when the outputs of other linears are changed."""
+        """Return the writer's input after the outputs of other linears were changed."""
         seen: list[Tensor] = []
         assert self.call is not None and self.writer is not None
         with ExitStack() as stack, torch.no_grad():
@@ -151,12 +151,12 @@ def _changed(module: nn.Module, change: Change) -> Iterator[None]:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear stores (inputs, outputs)."""
+    """Return True if a linear stores its weight as (inputs, outputs)."""
     return type(module).__name__ == "Conv1D"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a plain linear map, with or without a bias."""
+    """Return True if a module is a plain linear map, with or without a bias."""
     if is_transposed(module) or type(module).forward is nn.Linear.forward:
         return True
     return isinstance(module, nn.Linear) and _gives_product(module)

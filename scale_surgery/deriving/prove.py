@@ -118,14 +118,14 @@ def expansions(twin: Twin) -> Iterator[Spec]:
 
 
 def _expanded_layers(twin: Twin) -> tuple[int, ...]:
-    """All layers but one, not the first, whose kind occurs again; all where no kind does."""
+    """Return all layers but one, not the first, whose kind occurs again; all layers if no kind does."""
     kinds = twin.kinds
     left_out = [layer for layer in range(1, len(kinds)) if kinds.count(kinds[layer]) > 1]
     return tuple(layer for layer in range(len(kinds)) if layer not in left_out[:1])
 
 
 def _other_layers(twin: Twin, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """All layers but one of each kind that `layers` holds whole; at least one."""
+    """Return all layers but one of each kind that `layers` holds completely; at least one."""
     kinds, count = twin.architecture.kind_of_layer, twin.sizes.layers
     passed = {kinds[layer] for layer in range(count) if layer not in layers}
     left_out = {number: layer for layer, number in enumerate(kinds) if number not in passed}.values()

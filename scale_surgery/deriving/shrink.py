@@ -75,7 +75,7 @@ class RealModel:
 
     @property
     def dimensions(self) -> set[int]:
-        """All sizes of parameters."""
+        """Return every size of the parameters."""
         return {size for parameter in self.model.parameters() for size in parameter.shape}
 
 
@@ -136,7 +136,7 @@ def _sort(value: Any) -> Any:
 
 
 def _is_numbered(name: str) -> bool:
-    """Whether a module is one of several of its kind, such as experts, beyond the first."""
+    """Return True if a module is one of several of its kind, such as experts, beyond the first."""
     return any(part.isdigit() and part != "0" for part in name.split("."))
 
 

@@ -118,7 +118,7 @@ def _shrink_text(real: RealModel, way: Way, values: Values, config: PreTrainedCo
 
 
 def is_per_layer(key: str, value: Any, layers: int) -> bool:
-    """Whether a value of a config is a list of one entry for each of so many layers."""
+    """Return True if a value of a config is a list with one entry for each layer."""
     is_long = isinstance(value, (list, tuple)) and len(value) >= layers
     return is_long and not TOKEN.search(key) and ("rope" not in key or "layer" in key)
 
@@ -155,7 +155,7 @@ class _Shrinking:
         return 2 * sizes.groups, sizes.groups
 
     def _is_hidden_free(self) -> bool:
-        """Whether the size of a head is a key of its own, and heads need not fill the residual stream."""
+        """Return True if the head size has its own key, so that heads need not fill the residual stream."""
         names = [key for key, value in self.values.items() if isinstance(value, int) and "rotary" not in key]
         heads, size = self.old["num_attention_heads"] or 1, self.old["head_dim"] or 0
         is_filled = not self.way.keeps_heads and heads * size == self.old["hidden_size"]

@@ -1,4 +1,4 @@
-"""Whether a stock class has a form with more heads, all else equal: a config that says so is made, and its model."""
+"""Return True if a stock class has a form with more heads: its config is made, and the model of that."""
 
 from __future__ import annotations
 

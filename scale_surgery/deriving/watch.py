@@ -22,7 +22,7 @@ STREAM_NAMES = ("hidden_states", "x", "inputs", "input", "hidden_state")
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module.
+    """A call of a module.
 
     Attributes:
         name: Name of the module.
@@ -54,7 +54,7 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Attention:
-    """One call of an attention function: queries, keys and values as (batch, heads, tokens, features)."""
+    """A call of an attention function: queries, keys and values as (batch, heads, tokens, features)."""
 
     module: nn.Module
     query: Tensor
@@ -185,7 +185,7 @@ def depends(target: Tensor, *sources: Tensor) -> list[Tensor | None]:
 
 
 def is_same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors hold the same values, in whatever shape."""
+    """Return True if two tensors hold the same values, in any shape."""
     if a is None or b is None or a.numel() != b.numel():
         return False
     return torch.equal(a.reshape(-1), b.reshape(-1))

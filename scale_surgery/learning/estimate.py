@@ -53,7 +53,7 @@ class TokenCount:
 
 @dataclass(frozen=True)
 class ToSample:
-    """What the base writes before it is trained on.
+    """The own samples of the base.
 
     Attributes:
         texts: Texts, at most.
@@ -114,7 +114,7 @@ class Estimate:
 
     @property
     def disk_problem(self) -> Problem | None:
-        """What the disk lacks; None if there is room."""
+        """Return the problem of missing disk space, or None."""
         if not self.missing_bytes:
             return None
         return Problem("job-without-space", needed=self.free_bytes + self.missing_bytes, free=self.free_bytes)
@@ -174,7 +174,7 @@ def _peak_memory(work: Work, plan: Plan, checkpoint: Checkpoint, added: int) -> 
 
 
 def _disk(work: Work, base_bytes: int, added: int) -> int:
-    """What the folder will hold; the base's shards once, where they are copied."""
+    """Return the bytes that the folder will hold; copied base shards count once."""
     folders = 3 if work.routes else 2
     base = 0 if work.recipe.base_weights == "link" else base_bytes
     copies = folders if work.taking == "copy" else 1
@@ -186,7 +186,7 @@ def _disk(work: Work, base_bytes: int, added: int) -> int:
 def _to_sample(
     work: Work, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase, tokens: int, base_bytes: int
 ) -> ToSample | None:
-    """What the base writes for the training, and how long it takes."""
+    """Forecast the own samples of the base, and the time to draw them."""
     # imports torch
     from scale_surgery.training.base_samples import begin_tokens, sampling_of, tokens_per_second
 
@@ -242,7 +242,7 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
 
 
 def _share(texts: Sequence[TextSource], begun: Sequence[TextSource], last: Document) -> float | None:
-    """What share of texts there is up to a document of the one that was begun last; None where nobody knows."""
+    """Return the share of the texts before the document that was begun last; None if unknown."""
     text, suffix = begun[-1], suffix_of(begun[-1].path)
     # where a document stands ends with the number of its row or line
     number = last.source.removeprefix(f"{text.name}, ").rpartition(" ")[2]

@@ -58,7 +58,7 @@ class HoldOutSettings:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What `hold_out` wrote.
+    """Result of `hold_out`.
 
     Attributes:
         path: The folder, with a file for each part.
@@ -218,7 +218,7 @@ def _pieces(document: Document, drawn: Drawn, settings: HoldOutSettings) -> Iter
 
 
 def _cut(text: str, share: float, count: int) -> list[int]:
-    """Where the ends of a text begin, each about a share of it: between paragraphs, or lines, or words."""
+    """Return the positions at which a text can be cut into shares: between paragraphs, lines or words."""
     size = max(1, math.floor(share * len(text)))
     wanted = [max(0, len(text) - size * number) for number in range(count, 0, -1)]
     for gap in ("\n\n", "\n", " "):

@@ -377,7 +377,7 @@ def inputs_of(recipe: Recipe) -> dict[str, Path]:
 
 
 def _texts(recipe: Recipe) -> tuple[str, ...]:
-    """All texts that a job reads, as they are named."""
+    """Return every text that a job reads, as it was named."""
     given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
     beginnings = recipe.training.rehearsal_prompts
     rehearsed = (name for name in recipe.training.rehearse if name != ITSELF)
@@ -409,7 +409,7 @@ def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple
 
 
 def _pays_for_all(recipe: Recipe, made: Plan) -> bool:
-    """Whether the budget pays for all layers, so that a pilot would choose nothing."""
+    """Return True if the budget pays for all layers, so that a pilot has no choice."""
     return made.costs.parameters_added <= read_budget(recipe.ranking.budget, made.costs.parameters_before)
 
 

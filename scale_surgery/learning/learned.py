@@ -18,7 +18,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Side:
-    """What a model scored on old or on new text.
+    """Scores of a model on old or on new text.
 
     Attributes:
         loss: Nats per token.
@@ -51,7 +51,7 @@ class StageDone:
 
 @dataclass(frozen=True)
 class Learned:
-    """What `learn` did.
+    """Result of `learn`.
 
     Attributes:
         path: The folder of the job.

@@ -85,5 +85,5 @@ def _ended(command: object, code: int, output: str, **process: int) -> Problem:
 
 
 def _written(folder: str, rank: int, stream: str) -> str:
-    """What a process wrote; nothing where it wrote on the terminal."""
+    """Return the output of a process; empty if it wrote to the terminal."""
     return "".join(file.read_text(encoding="utf-8") for file in Path(folder).glob(f"*/attempt_0/{rank}/{stream}.log"))

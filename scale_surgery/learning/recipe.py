@@ -80,7 +80,7 @@ class Recipe:
 
     @property
     def chooses_layers(self) -> bool:
-        """Whether a pilot chooses the layers."""
+        """True if a pilot chooses the layers."""
         return self.expansion.layers == AUTO
 
 

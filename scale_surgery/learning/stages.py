@@ -107,7 +107,7 @@ class Work:
 
     @property
     def result(self) -> Path:
-        """What the job ends with."""
+        """Folder of the finished model: routed, or learned without a router."""
         return self.routed if self.routes else self.learned
 
     @property
@@ -128,14 +128,14 @@ class Work:
 
     @property
     def candidates(self) -> Request:
-        """All layers, to be ranked by a pilot. Seed, name and new tokens belong to the expansion, which comes later."""
+        """Request all layers, for a pilot to rank. Seed, name and new tokens belong to the later expansion."""
         usual = Request("all")
         others = {name: getattr(usual, name) for name in ("layers", "seed", "name", "new_tokens_init")}
         return replace(self.recipe.expansion, **others)
 
     @property
     def tokens(self) -> TokenSource:
-        """Where new tokens come from; of the text to learn, without what is set aside."""
+        """Return the sources of new tokens: the text to learn, without its held-out part."""
         wanted = self.recipe.tokens
         is_learned = set(wanted.token_texts) == set(self.recipe.data)
         return replace(wanted, token_texts=tuple(self.to_learn)) if is_learned else wanted
@@ -409,7 +409,7 @@ def _report(work: Work) -> Stage:
 
 
 def is_trained(folder: Path) -> bool:
-    """Whether a folder holds a training run that ended."""
+    """Return True if a folder holds a finished training run."""
     file = folder / TRAINING_FOLDER / SETTINGS_FILE
     return file.is_file() and bool(read_json(file).get("finished"))
 

@@ -1,1 +1,1 @@
-"""What will be done: architectures and methods as data, and from a request to a plan. No torch, no weight is read."""
+"""Architectures and methods as data, and the plan of a request. No torch; no weight is read."""

@@ -152,7 +152,7 @@ class Block:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it runs as it is, and what is new stands beside it."""
+        """True if it runs unchanged, beside its new features."""
         return self.treatment == "block"
 
     @property
@@ -336,7 +336,7 @@ class Architecture:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers are of one kind, and every block is split."""
+        """True if all layers are of one kind, and every block is split."""
         return len(self.kinds) == 1 and all(block.treatment == "split" for block in self.kinds[0].blocks)
 
 

@@ -52,7 +52,7 @@ class BaseFacts:
         return replace(self.sizes, is_tied=self.sizes.is_tied or self.has_own_head)
 
     def is_loaded(self, name: str) -> bool:
-        """Whether the class of the model loads a tensor of its files."""
+        """Return True if the class of the model loads a tensor of its files."""
         return not any(name == path or name.startswith(f"{path}.") for path in self.not_loaded)
 
 
@@ -259,7 +259,7 @@ def _dtypes(base: Base) -> set[str]:
 
 
 def quantisation_config(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Where config.json says how weights are quantised, and what it says there; None where it does not."""
+    """Return the place and the value of the quantisation in config.json, or None."""
     text = config.get("text_config")
     inside = text.get(QUANTISATION_KEY) if isinstance(text, Mapping) else None
     if config.get(QUANTISATION_KEY) is None and inside is not None:

@@ -47,7 +47,7 @@ class Binding:
     switch: str | None = None
 
     def holds(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config binds its layers so."""
+        """Return True if a config ties its layers in this way."""
         value = config.get(self.key)
         is_on = self.switch is None or bool(config.get(self.switch, True))
         return is_on and bool(value) and value not in self.harmless
@@ -128,14 +128,14 @@ class Depth(Method):
         return tuple(tensor for tensor in plan.tensors if tensor.init in ("zero", "mute"))
 
     def start(self, changed: int) -> str:
-        """Whether copies still add nothing."""
+        """Describe whether copies still add nothing."""
         if not changed:
             return "new layers write zero"
         tensors = "1 tensor of a new layer is" if changed == 1 else f"{changed} tensors of new layers are"
         return f"{tensors} not as at the start"
 
     def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """Where the copies stand, and how they begin."""
+        """Describe the positions of copies and their initial values."""
         assert plan.numbering is not None
         new = plan.numbering.new
         return [
@@ -150,7 +150,7 @@ class Depth(Method):
         return f"the folder itself: {plan.family} with more layers, no code of ours{caution}"
 
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """What a copy is, in words."""
+        """Describe a copy in words."""
         return (
             "A copy of each chosen layer stands right after it. It began by adding zeros, so that at first it passed "
             "on what it was given, and the output was the base's. The pretrained tensors are there byte for byte; "

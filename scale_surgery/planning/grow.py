@@ -91,7 +91,7 @@ class Grow(Method):
         return plan.request.copies == 2 and {tensor.dtype for tensor in plan.tensors} <= set(HALVING_DTYPES)
 
     def start(self, changed: int) -> str:
-        """Whether copies are still the base's."""
+        """Describe whether copies still equal the base's."""
         if not changed:
             return "copies are the base's"
         return "1 copy is not the base's" if changed == 1 else f"{changed} copies are not the base's"
@@ -115,7 +115,7 @@ class Grow(Method):
         )
 
     def beginning(self, request: Request) -> str:
-        """What was copied."""
+        """Describe the copied parts."""
         return f"gate and up copied, down copied in {request.copies} equal shares, seed {request.seed}"
 
 

@@ -100,7 +100,7 @@ class Method(ABC):
         """New tensors that keep the output the base's as long as they keep their initial values."""
 
     def is_exact_at_init(self, plan: Plan) -> bool:
-        """Whether the output starts as the base's bit for bit, and not only up to rounding."""
+        """Return True if the initial output equals the base's bit for bit, not only up to rounding."""
         return True
 
     @abstractmethod

@@ -41,7 +41,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Where new tokens come from.
+    """Sources of new tokens.
 
     Attributes:
         token_file: Tokens to add: a text file with one token a line, or a tokenizer folder. The first ids of that
@@ -57,7 +57,7 @@ class TokenSource:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there are to be any."""
+        """True if new tokens are requested."""
         return self.token_file is not None or bool(self.token_texts)
 
 
@@ -90,7 +90,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a text can be written: a lone surrogate cannot."""
+    """Return True if a text can be encoded; a lone surrogate cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 

@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def origin(self) -> Origin:
-        """What config.json keeps of it."""
+        """The part of the plan that config.json keeps."""
         return Origin(self.base_name, self.base_revision, self.request)
 
     @property
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def has_gates(self) -> bool:
-        """Whether up streams are read through gates."""
+        """True if up streams are read through gates."""
         return any(tensor.block == "gate" for tensor in self.tensors)
 
     @property
@@ -134,7 +134,7 @@ class Plan:
 
     @cached_property
     def numbering(self) -> Numbering | None:
-        """Where layers stand among copies; None where no layer is duplicated."""
+        """Positions of layers among copies; None if no layer is duplicated."""
         return numbering_of(self.specs)
 
     def expanded_linears(self, layer: int) -> dict[str, Spec]:

@@ -19,7 +19,7 @@ ChosenInit = Literal["svd", "random", "zero"]
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for; None means the default that the plan resolves and prints.
+    """A request of the user; None means the default, which the plan resolves and prints.
 
     Attributes:
         layers: Layers to expand, counted from 0: 20-31 (both included), 0,4,8, -1 (the last), last:4, every:4, all. Use

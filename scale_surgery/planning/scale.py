@@ -126,7 +126,7 @@ class Scale(Method):
         return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(".w12") or tensor.name in heads)
 
     def start(self, changed: int) -> str:
-        """Whether W12 and the head's up part are still zero."""
+        """Describe whether W12 and the head's up part are still zero."""
         if not changed:
             return "W12 and head up part are zero"
         return f"{counted(changed, 'tensor')} of W12 and the head's up part left zero"

@@ -21,7 +21,7 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Widths:
-    """What is added: features of the residual stream, key/value heads, features inside the MLP, and tokens."""
+    """Added sizes: features of the residual stream, key/value heads, features inside the MLP, and tokens."""
 
     up_width: int = 0
     up_kv_heads: int = 0
@@ -47,7 +47,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Collaboration:
-    """Where W12 exists and trains: layers, and groups of linears in them."""
+    """Layers with a trainable W12, and groups of linears in them."""
 
     layers: tuple[int, ...] = ()
     groups: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class LinearWidths:
 
     @property
     def is_wider(self) -> bool:
-        """Whether it reads or writes anything new."""
+        """True if it reads or writes new features."""
         return bool(self.inputs[1] or any(up for _, up in self.outputs))
 
 
@@ -189,7 +189,7 @@ def _unread(kind: Kind, sizes: Sizes, widths: Widths, groups: tuple[str, ...]) -
 
 
 def _reads_up(block: Block, widths: Widths, *, has_w12: bool) -> bool:
-    """Whether a block reads the up stream: by W12 of its edges, or for new heads or inner features."""
+    """Return True if a block reads the up stream: by W12 of its edges, or for new heads or inner features."""
     if block.is_whole:
         return bool(widths.up_inner_width)
     linears = [linear_widths(block, linear, widths) for linear in block.linears if linear.reads == "residual"]

@@ -22,7 +22,7 @@ IN_EMBEDDING = -1
 
 @dataclass(frozen=True)
 class StockWidths:
-    """What may differ between a base model and its stock form: heads, and features inside the MLP."""
+    """Sizes in which the stock form may differ from the base: heads, and features inside the MLP."""
 
     query_heads: int
     key_value_heads: int
@@ -31,7 +31,7 @@ class StockWidths:
 
 @dataclass(frozen=True)
 class StockCost:
-    """What the stock form of an expanded model costs.
+    """Cost of the stock form of an expanded model.
 
     Attributes:
         parameters: Parameters of the stock form as stored.
@@ -75,7 +75,7 @@ def stock_shapes(
 
 
 def linear_streams(linear: Linear, sizes: Sizes) -> LinearWidths:
-    """What a linear of an architecture whose layers are all alike reads and writes; nothing is added."""
+    """Return inputs and outputs of a linear, without added features, if all layers are alike."""
     query, key_value = sizes.query_heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
     streams = {"residual": sizes.hidden, "query": query, "key_value": key_value, "inner": sizes.inner}
     return LinearWidths([streams[linear.reads], 0], [[streams[stream], 0] for stream in linear.writes()])
