@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from scale_surgery.folder.config import stored_shard
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
-from scale_surgery.progress import no_progress
 from scale_surgery.running.stored_names import reading_of
 from scale_surgery.show.tables_forms import render_adopted
 from scale_surgery.surgery.load_expansion import load_expansion
@@ -612,22 +611,6 @@ def test_a_listing_of_shares_is_a_pickle_that_is_not_opened(pair: Pair, tmp_path
     (saved / ".metadata").write_bytes(pickle.dumps("model.norm.weight"))
     problem = refusal(saved, pair.path, tmp_path / "out")
     assert problem.values["merge"] == f"accelerate merge-weights {saved} WHOLE"
-
-
-def test_an_interrupted_run_continues(pair: Pair, trained: Path, tmp_path: Path) -> None:
-    @contextlib.contextmanager
-    def interrupted(name: str, total: int) -> Iterator[Callable[..., None]]:
-        yield stop if name == "files" else no_progress
-
-    def stop(advance: int, note: str = "") -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        adopt(trained, pair.path, tmp_path / "out", track=interrupted)
-    assert not (tmp_path / "out").exists()
-    resumed, undisturbed = (adopt(trained, pair.path, tmp_path / name).path for name in ("out", "other"))
-    assert without(digests(resumed), "surgery.json") == without(digests(undisturbed), "surgery.json")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "out"]
 
 
 def test_commands_say_what_to_type(saved: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from scale_surgery import (
     merge,
     route_export,
     train,
-    unroute,
     verify,
 )
 from scale_surgery.checkpoint.folder import open_checkpoint
@@ -70,13 +69,6 @@ def flip_block(folder: Path) -> None:
     flip(folder / EXPANSION_SHARD, open_checkpoint(folder).tensors[BLOCK].offset)
 
 
-def link_code(folder: Path) -> None:
-    """A code file that lies elsewhere, with the bytes that it had: such a link is never taken along."""
-    outside = folder.with_name("outside.py")
-    shutil.move(folder / "expanded_stock.py", outside)
-    (folder / "expanded_stock.py").symlink_to(outside)
-
-
 # what is done, and code and place of the problem
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a base tensor": (lambda folder: flip(folder / BASE_SHARD), "base-file-changed", BASE_SHARD),
@@ -105,13 +97,6 @@ WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "extract": lambda path, out: extract(path, out),
     "merge": lambda path, out: merge(path, out),
     "train": lambda path, out: train(path, [Path(__file__)], out, TrainingSettings(steps=1)),
-    "unroute": lambda path, out: unroute(path, out),
-    "merge --to blocks": lambda path, out: merge(path, out, "blocks"),
-}
-# what these take another form away from
-FORMS: dict[str, Callable[[Path], Path]] = {
-    "unroute": lambda path: route_export(path, path.with_name("routed"), base_weights="copy").path,
-    "merge --to blocks": lambda path: merge(path, path.with_name("fused")).path,
 }
 
 
@@ -133,31 +118,15 @@ def test_what_verify_refuses_is_not_taken_on(expanded: Path, damage: str) -> Non
     assert wanted in [[detail.code, detail.where] for detail in problem.details]
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_nobody_takes_it_on(expanded: Path, writer: str) -> None:
-    """Every writer names all that is damaged at once, also of a model that it takes out of another form."""
-    folder, call = FORMS[writer](expanded) if writer in FORMS else expanded, WRITERS[writer]
-    link_code(folder)
-    (problem,) = refused(call, folder)
-    assert "is a symbolic link that leads out of" in str(problem)
-    shutil.move(folder.with_name("outside.py"), folder / "expanded_stock.py")
-    damages = [DAMAGE[name] for name in ("a base file", "the config", "other code", "the record")]
-    for change, *_ in damages:
-        change(folder)
-    message = str(CheckpointError(*refused(call, folder)))
-    assert all(where in message for *_, where in damages), message
-
-
 @pytest.mark.parametrize("spoiled", ({"scale_surgery": 7}, {"scale_surgery": None}, {}), ids=str)
 def test_specs_that_are_no_object_are_refused_when_they_are_read(expanded: Path, spoiled: dict[str, object]) -> None:
     with edited(expanded / "config.json") as config:
         del config["scale_surgery"]
         config |= spoiled
     for name, call in WRITERS.items():
-        if name not in FORMS:
-            (problem,) = refused(call, expanded)
-            assert str(problem).startswith(f"{expanded / 'config.json'}: ") and "scale_surgery" in str(problem), name
-            assert problem.code == ("config-specs" if spoiled else "config-specs-missing"), name
+        (problem,) = refused(call, expanded)
+        assert str(problem).startswith(f"{expanded / 'config.json'}: ") and "scale_surgery" in str(problem), name
+        assert problem.code == ("config-specs" if spoiled else "config-specs-missing"), name
 
 
 def test_every_byte_is_read_once(expanded: Path) -> None:

@@ -208,15 +208,6 @@ def test_a_target_in_a_folder_that_may_not_be_written(llama_base, tmp_path):
     assert problems(expand, llama_base, REQUEST, target, error=CheckpointError) == [wanted]
 
 
-def test_a_disk_without_room_is_noticed_before_any_work(llama_base, tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    (problem,) = problems(expand, llama_base, REQUEST, tmp_path / "out", error=CheckpointError)
-    assert (problem.code, problem.where) == ("output-without-space", f"{tmp_path}/out")
-    assert problem.values["free"] == 10_000 < problem.values["needed"]
-    assert not list(tmp_path.glob("out*"))
-
-
 def test_names_that_the_base_has_already(sharded_base, tmp_path):
     """Also names that are needed later: of a trained, a fused or a routed model, and of an extract."""
     needed = ["expanded.index.json", "expanded_modules.py", "expanded_routers.py", "training/log.jsonl"]

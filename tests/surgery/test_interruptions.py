@@ -11,7 +11,6 @@ from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import CheckpointError
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
-from scale_surgery.surgery.strip import strip
 from tests.conftest import DEEPENED, digests, refused
 from tests.each import mostly
 from tests.interrupted_steps import SHARD_BYTES, expand_on_a_full_disk, run_apart, run_killed
@@ -77,19 +76,6 @@ def test_overwrite_keeps_the_old_target_until_the_new_one_is_whole(base_of, tmp_
     expand(base, REQUEST, target, overwrite=True)
     assert digests(target) == digests(expand(base, REQUEST, tmp_path / "undisturbed").path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["expanded", "undisturbed"]
-
-
-@pytest.mark.parametrize("label", ("check by hash", "rename"))
-def test_a_killed_strip_leaves_no_target_and_a_second_run_completes_it(pair_of, tmp_path, label):
-    pair = pair_of("llama", "adapt", "float32", True)
-    before, target = digests(pair.path), tmp_path / "stripped"
-    done = run_killed(label, 0, None, pair.path, target)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not target.exists()
-    assert digests(pair.path) == before
-    strip(pair.path, target)
-    assert digests(target) == digests(pair.base_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["stripped"]
 
 
 def test_two_processes_cannot_write_the_same_target(base_of, tmp_path):

@@ -6,8 +6,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -383,22 +382,6 @@ def test_a_fused_model_is_evaluated_beside_its_base(tmp_path: Path) -> None:
 
 
 # interruptions and bad input
-
-
-def test_an_interrupted_merge_leaves_nothing_and_continues(expanded: Path, fused: Path, tmp_path: Path) -> None:
-    @contextmanager
-    def stopping(label: str, total: int) -> Iterator[Callable[..., None]]:
-        if label == "probe prompts":
-            raise KeyboardInterrupt
-        yield lambda amount, note="": None
-
-    with pytest.raises(KeyboardInterrupt):
-        merge(expanded, tmp_path / "fused", track=stopping)
-    assert not (tmp_path / "fused").exists()
-    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "fused.partial").glob("*.safetensors")}
-    merge(expanded, tmp_path / "fused")
-    assert digests(tmp_path / "fused") == digests(fused)
-    assert stamps and {(tmp_path / "fused" / file.name).stat().st_mtime_ns for file in stamps} == set(stamps.values())
 
 
 def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[..., Path], tmp_path: Path) -> None:

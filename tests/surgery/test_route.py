@@ -345,21 +345,6 @@ def test_cosine_cannot_part_the_paths_of_a_preserve_model(trio_of: Callable[...,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("operation", (route_export, unroute))
-def test_the_target_is_checked_first(trio_of: Callable[..., Trio], tmp_path: Path, operation: Any) -> None:
-    trio = trio_of("llama")
-    source = Path(shutil.copytree(trio.expanded_path if operation is route_export else trio.path, tmp_path / "source"))
-    before, taken = digests(source), tmp_path / "taken"
-    inside = [Problem("output-touches-input", source / name, input=source) for name in ("inside", "inside.partial")]
-    assert problems(operation, source, source / "inside", error=CheckpointError) == inside
-    taken.mkdir()
-    with refused("output-exists", taken, CheckpointError):
-        operation(source, taken)
-    operation(source, taken, overwrite=True)
-    assert digests(source) == before
-    assert (read_manifest(taken).routing is not None) == (operation is route_export)
-
-
 def test_a_missing_code_file_is_named(expanded: Path, tmp_path: Path) -> None:
     (expanded / "expanded_modules.py").unlink()
     (problem,) = problems(route_export, expanded, tmp_path / "routed", error=CheckpointError)

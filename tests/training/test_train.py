@@ -36,7 +36,6 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.checkpoint.locks import locked
 from scale_surgery.errors import Problem
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.progress import Progress, Track
@@ -403,11 +402,6 @@ def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: P
     done = train(place / "adapt", data, tmp_path / "out", settings, eval_data=sides, start=RESUMED)
     assert done.steps == 4 and same(expansion(done.path), expansion(whole.path))
     assert read_manifest(done.path).training[-1]["steps"] == 4
-
-
-def test_two_processes_do_not_train_in_one_folder(place: Path, tmp_path: Path) -> None:
-    with locked(tmp_path / "out"), refused("output-busy", tmp_path / "out", CheckpointError):
-        train(place / "preserve", [place / "texts.jsonl"], tmp_path / "out", SETTINGS)
 
 
 def test_the_output_cannot_be_the_input(place: Path, tmp_path: Path) -> None:
