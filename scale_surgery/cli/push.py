@@ -12,7 +12,7 @@ import click
 from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, given, options_from, output_options
 from scale_surgery.errors import HubError, Problem
-from scale_surgery.hub.push import Push
+from scale_surgery.hub.settings import Push
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output

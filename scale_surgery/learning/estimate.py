@@ -188,7 +188,8 @@ def _to_sample(
 ) -> ToSample | None:
     """What the base writes for the training, and how long it takes."""
     # imports torch
-    from scale_surgery.training.base_samples import begin_tokens, sampling_of, tokens_per_second
+    from scale_surgery.training.base_samples import begin_tokens, tokens_per_second
+    from scale_surgery.training.sampling import sampling_of
 
     recipe, settings = work.recipe, work.recipe.training
     if not settings.rehearses_itself:

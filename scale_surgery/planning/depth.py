@@ -20,6 +20,7 @@ from scale_surgery.planning.architecture import Architecture, Kind, numberless
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate_depth
 from scale_surgery.planning.method import Method, Resolved, parameters_row
+from scale_surgery.planning.request import VARIANTS, Request
 from scale_surgery.planning.selection import format_layers, select_layers
 from scale_surgery.planning.specs import FORMAT, Spec
 from scale_surgery.planning.stored import layer_path
@@ -27,7 +28,6 @@ from scale_surgery.planning.tensors import NewTensor, TensorPlan
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
-    from scale_surgery.planning.request import Request
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Depth(Method):
     """A copy of each chosen layer comes right after it, and begins by adding zeros."""
 
     name = "depth"
-    variants = ("depth",)
+    variants = VARIANTS[name]
     verb = "duplicated"
     adds_layers = True
     refused: ClassVar[Mapping[str, str]] = {

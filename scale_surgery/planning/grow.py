@@ -7,21 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from scale_surgery.errors import PlanError, Problem
-from scale_surgery.fields import Range
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
+from scale_surgery.planning.request import COPIES, VARIANTS, Request
 from scale_surgery.planning.selection import select_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
-    from scale_surgery.planning.request import Request
 
 DEFAULT_COPIES = 2
-# the largest number is beyond any model
-COPIES = Range(least=2, most=1000)
 # halving is exact in these, but for subnormal numbers
 HALVING_DTYPES = ("F32", "BF16")
 
@@ -30,7 +27,7 @@ class Grow(Method):
     """The MLP of a chosen layer is there several times, and each counts its share."""
 
     name = "grow"
-    variants = ("grow-freeze", "grow-train")
+    variants = VARIANTS[name]
     options = ("copies",)
     verb = "grown"
     starts_at_zero = False

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from scale_surgery.errors import Problem
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, count_costs
+from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths
 from scale_surgery.planning.tensors import NewTensor, TensorPlan, new_tensors
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
-    from scale_surgery.planning.request import Request
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,20 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError, Problem, counted
-from scale_surgery.fields import Range, fields_of
+from scale_surgery.fields import fields_of
 from scale_surgery.planning.architecture import Architecture, Kind, Sizes
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
+from scale_surgery.planning.request import NO_LAYERS, RATIO, VARIANTS, WIDTH, Request
 from scale_surgery.planning.selection import format_layers, select_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
-    from scale_surgery.planning.request import Request
-RATIO = Range(above=0, most=4)
-# the largest is beyond any model, and its costs are still numbers
-WIDTH = Range(least=0, most=10**7)
+
 # inner features of an MLP over features of the residual stream
 USUAL_INNER = 4
-# --layers where new tokens are all that is added
-NO_LAYERS = "none"
 # shares of widths that differ more from the ratio are explained
 SHARE_TOLERANCE = 0.2
 # a single key/value head may be so many times the share that the ratio asks for
@@ -37,7 +33,7 @@ class Scale(Method):
     """New heads, inner features and an up stream beside the base's, as block matrices [W W12; W21 W22]."""
 
     name = "scale"
-    variants = ("preserve", "adapt", "gated")
+    variants = VARIANTS[name]
     options = (
         "collaborative_layers",
         "collaborate",

@@ -14,9 +14,9 @@ from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILES
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.fields import Field, fields_of
-from scale_surgery.planning.methods import DEFAULT_METHOD
+from scale_surgery.planning.methods import complete
 from scale_surgery.planning.new_tokens import TokenSource
-from scale_surgery.planning.request import Request, complete
+from scale_surgery.planning.request import DEFAULT_METHOD, Request
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation

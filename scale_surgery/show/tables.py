@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.route import Routed
     from scale_surgery.surgery.strip import Stripped
-    from scale_surgery.training.arguments import TrainingSchedule
     from scale_surgery.training.result import Training
+    from scale_surgery.training.settings import TrainingSchedule
 
 
 def format_bytes(count: float) -> str:

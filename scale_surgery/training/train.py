@@ -42,7 +42,6 @@ from scale_surgery.surgery.views import open_expansion
 from scale_surgery.text.sources import parse_source, paths_of
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
-    TrainingSchedule,
     check_device,
     choose_precision,
     describe_rehearsal,
@@ -65,6 +64,7 @@ from scale_surgery.training.settings import (
     SAMPLE,
     SAMPLES_FILE,
     EvalData,
+    TrainingSchedule,
     TrainingSettings,
     TrainingStart,
     check_gates,

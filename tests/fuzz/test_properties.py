@@ -31,7 +31,7 @@ from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.shards import computed, write_shard
 from scale_surgery.cli.options import parse_size
 from scale_surgery.fields import fields_of, problems_of
-from scale_surgery.planning.request import complete
+from scale_surgery.planning.methods import complete
 from scale_surgery.planning.saved import save_plan
 from scale_surgery.show.visible import visible
 from scale_surgery.surgery.routers import RouterOptions

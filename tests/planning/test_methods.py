@@ -15,6 +15,7 @@ from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.method import Resolved
 from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.request import VARIANTS
 from scale_surgery.planning.scale import Scale
 from scale_surgery.planning.selection import select_layers
 from scale_surgery.planning.specs import Collaboration, Widths
@@ -42,6 +43,7 @@ class Toy(Scale):
 def test_a_method_of_its_own_goes_the_whole_way(base_of, tmp_path, monkeypatch):
     """A fourth row of the table."""
     monkeypatch.setitem(METHODS, "toy", Toy())
+    monkeypatch.setitem(VARIANTS, "toy", Toy.variants)
     base = base_of("llama")
     request = Request("0,2", method="toy")
     made = plan(base, request)
@@ -72,6 +74,7 @@ def test_an_unknown_method_and_options_of_other_methods_are_refused(base_of, mon
     unknown = Problem("value-unfit", "--method", value="'toy'", kind="one of: scale, grow, depth")
     assert problems(plan, base_of("llama"), Request("1", method="toy"), error=PlanError) == [unknown]
     monkeypatch.setitem(METHODS, "toy", Toy())
+    monkeypatch.setitem(VARIANTS, "toy", Toy.variants)
     foreign = Problem("option-of-other-method", "--copies", value=3, owner="grow")
     assert problems(plan, base_of("llama"), Request("1", method="toy", copies=3), error=PlanError) == [foreign]
 

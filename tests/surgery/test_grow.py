@@ -20,8 +20,7 @@ from scale_surgery.evidence.inspect import inspect
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
-from scale_surgery.planning.grow import COPIES
-from scale_surgery.planning.request import Request
+from scale_surgery.planning.request import COPIES, Request
 from scale_surgery.surgery import blocks
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.expand import expand
