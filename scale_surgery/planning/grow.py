@@ -36,15 +36,6 @@ class Grow(Method):
         "W12 is the copies' part of the down projection, and started as the base's over the number of copies: norm "
         "of its change."
     )
-    source = "The expansion is that of Grow, Don't Overwrite; the way of keeping it apart from its base is SCALE's."
-    cites = ("grow", "scale")
-    citation = """@misc{grow2026,
-  title         = {Grow, Don't Overwrite: Fine-tuning Without Forgetting},
-  author        = {Adila, Dyah and Mazzawi, Hanna and Dherin, Benoit and Gonzalvo, Xavier},
-  year          = {2026},
-  eprint        = {2603.08647},
-  archivePrefix = {arXiv}
-}"""
 
     def problems(self, request: Request) -> list[Problem]:
         """Refuse fewer than two copies, and more than any model has."""
@@ -92,28 +83,6 @@ class Grow(Method):
         if not changed:
             return "copies are the base's"
         return "1 copy is not the base's" if changed == 1 else f"{changed} copies are not the base's"
-
-    def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """The number of MLPs and the share of each."""
-        return [("MLPs in each", f"{plan.request.copies}, of which each counts 1/{plan.request.copies}")]
-
-    def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """Copies and their shares in words."""
-        copies = request.copies
-        trained = (
-            "The base's gate and up projections are trained too, as copies beside them"
-            if request.variant == "grow-train"
-            else "The copies alone are new and are trained"
-        )
-        kept = "." if is_stock else "; the pretrained tensors are there byte for byte."
-        return (
-            f"The MLP of a chosen layer is there {copies} times, and the output of each counts 1/{copies}, so that at "
-            f"first the output was the base's. {trained}{kept}"
-        )
-
-    def beginning(self, request: Request) -> str:
-        """What was copied."""
-        return f"gate and up copied, down copied in {request.copies} equal shares, seed {request.seed}"
 
 
 def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:
