@@ -20,6 +20,7 @@ from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.listing import list_files
+from scale_surgery.command_lines import changed_options, command
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
@@ -28,7 +29,6 @@ from scale_surgery.evidence.verify import verify
 from scale_surgery.learning.learn import learn, resolve_recipe
 from scale_surgery.planning.request import Request
 from scale_surgery.running.options import RunOptions
-from scale_surgery.show.commands import changed_options, command
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import TrainingSettings

@@ -17,7 +17,9 @@ PACKAGE = Path(scale_surgery.__file__).parent
 # an import, for type checkers too, may point to a room further left, or stay in its own
 ROOMS = [
     "errors",
+    "visible",
     "fields",
+    "command_lines",
     "progress",
     "checkpoint",
     "modeling",

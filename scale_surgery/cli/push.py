@@ -47,8 +47,8 @@ def push_command(
     \b
     Example: scale-surgery push EXPANDED me/qwen3-wide --dry-run
     """
+    from scale_surgery.command_lines import changed_options, command
     from scale_surgery.hub.push import push
-    from scale_surgery.show.commands import changed_options, command
     from scale_surgery.show.tables_push import render_files, render_pushed
 
     if options["create_pr"] and options["revision"] is not None:

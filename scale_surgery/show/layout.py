@@ -11,7 +11,7 @@ from rich.segment import Segments
 from rich.table import Column, Table
 from rich.text import Text
 
-from scale_surgery.show.visible import visible_line
+from scale_surgery.visible import visible_line
 
 # blanks between two columns
 GAP = 2

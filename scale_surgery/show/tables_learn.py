@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.command_lines import command
 from scale_surgery.errors import counted
-from scale_surgery.show.commands import command, running_command, verify_command
+from scale_surgery.show.commands import running_command, verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, heading, sentence
 from scale_surgery.show.log_lines import format_left
 from scale_surgery.show.tables import (
