@@ -61,7 +61,6 @@ LEFT = {
     "show.tables imports training.settings": SHOWN,
     "show.tables_calibrate imports routing.calibrate": SHOWN,
     "show.tables_calibrate imports routing.outcome": SHOWN,
-    "show.tables_demo imports demo": SHOWN,
     "show.tables_learn imports learning.estimate": SHOWN,
     "show.tables_learn imports learning.hold_out": SHOWN,
     "show.tables_learn imports learning.learned": SHOWN,

@@ -1,4 +1,4 @@
-"""What a model card says of a method: how the model is made, whose idea it is, and which papers to cite."""
+"""Text of a model card on a method: how the model is made, whose idea it is, and which papers to cite."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class MethodCard(ABC):
 
     @abstractmethod
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """How a model is made, for its card."""
+        """Describe how a model is made."""
 
     @abstractmethod
     def beginning(self, request: Request) -> str:
-        """How the new tensors began, for a card."""
+        """Describe the initial values of the new tensors."""
 
     def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """The plan as rows of a card's table."""
+        """Return the plan as rows of a card's table."""
         layers, groups = plan.collaboration.layers, " and ".join(plan.collaboration.groups)
         widths, costs = plan.widths, plan.costs
         tokens = f"{widths.new_tokens:,}, with rows of their own; those of the base stay as they are"
@@ -73,7 +73,7 @@ class ScaleCard(MethodCard):
 }"""
 
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """The block matrix in words, or what new tokens are where nothing else was added."""
+        """Describe the block matrix, or new tokens if nothing else was added."""
         if request.layers == NO_LAYERS:
             kept = "." if is_stock else "; the pretrained tensors are there byte for byte."
             return f"New tokens have rows of their own in embedding and head. Nothing else was added{kept}"
@@ -95,7 +95,7 @@ class ScaleCard(MethodCard):
         )
 
     def beginning(self, request: Request) -> str:
-        """How each block began."""
+        """Describe the initial values of each block."""
         if request.layers == NO_LAYERS:
             return f"new rows {request.new_tokens_init}, seed {request.seed}"
         return f"W12 zero, W21 {request.init_w21}, W22 {request.init_w22}, seed {request.seed}"
@@ -115,7 +115,7 @@ class GrowCard(MethodCard):
 }"""
 
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """Copies and their shares in words."""
+        """Describe the copies and their shares."""
         copies = request.copies
         trained = (
             "The base's gate and up projections are trained too, as copies beside them"
@@ -129,7 +129,7 @@ class GrowCard(MethodCard):
         )
 
     def beginning(self, request: Request) -> str:
-        """What was copied."""
+        """Describe the copied tensors."""
         return f"gate and up copied, down copied in {request.copies} equal shares, seed {request.seed}"
 
 
@@ -157,7 +157,7 @@ class DepthCard(MethodCard):
     )
 
     def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """What a copy is, in words."""
+        """Describe a copied layer."""
         return (
             "A copy of each chosen layer stands right after it. It began by adding zeros, so that at first it passed "
             "on what it was given, and the output was the base's. The pretrained tensors are there byte for byte; "
@@ -165,11 +165,11 @@ class DepthCard(MethodCard):
         )
 
     def beginning(self, request: Request) -> str:
-        """Which tensors start as zeros, and which as copies."""
+        """Describe which tensors start as zeros, and which as copies."""
         return "what is added to the hidden state zero, everything else as in the layer below"
 
     def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """Which layers were duplicated."""
+        """Return the duplicated layers as rows of a card's table."""
         assert plan.numbering is not None
         layers, new = plan.sizes.layers, plan.numbering.new
         return [
@@ -185,6 +185,6 @@ CARDS: dict[str, MethodCard] = {"scale": ScaleCard(), "grow": GrowCard(), "depth
 
 
 def parameters_row(costs: Costs) -> str:
-    """Parameters of the base and new ones, for a card."""
+    """Return the numbers of old and new parameters, for a card."""
     added, before = costs.parameters_added, costs.parameters_before
     return f"{before:,} of the base, {added:,} new ({added / before:.1%})"
