@@ -20,7 +20,8 @@ from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Report
 from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
-from scale_surgery.hub.push import Push, Pushed, push
+from scale_surgery.hub.push import Pushed, push
+from scale_surgery.hub.settings import Push
 from scale_surgery.learning.hold_out import HeldOut, HoldOutSettings, hold_out
 from scale_surgery.learning.learn import learn, resolve_recipe
 from scale_surgery.learning.learned import Learned

@@ -15,11 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, Person, biography, people, questions
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.listing import list_files
+from scale_surgery.command_lines import changed_options, command
 from scale_surgery.deriving.planned import plan
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
@@ -28,7 +33,7 @@ from scale_surgery.evidence.verify import verify
 from scale_surgery.learning.learn import learn, resolve_recipe
 from scale_surgery.planning.request import Request
 from scale_surgery.running.options import RunOptions
-from scale_surgery.show.commands import changed_options, command
+from scale_surgery.show.layout import Facts, render_step, sentence
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.settings import TrainingSettings
@@ -36,6 +41,7 @@ from scale_surgery.training.train import train
 
 if TYPE_CHECKING:
     from scale_surgery.checkpoint.headers import TensorInfo
+    from scale_surgery.running.loss import Measurement
     from scale_surgery.show.console import Output
 
 MARKER = ".scale-surgery-demo"
@@ -108,7 +114,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     """Run the whole job on the shipped model and leave the folders for inspection."""
     import torch
 
-    from scale_surgery.show import tables, tables_demo
+    from scale_surgery.show import tables
     from scale_surgery.show.tables_plan import render_plan
     from scale_surgery.show.tables_verify import render_verification
 
@@ -132,7 +138,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     line = f'AutoModelForCausalLM.from_pretrained("{expanded}", trust_remote_code=True)'
     tell("Load it in a fresh process, without scale-surgery", line)
     reloaded = _reload(base, expanded)
-    out.say(tables_demo.render_reloaded(reloaded))
+    out.say(render_reloaded(reloaded))
     lesson = _teach(folder, steps, out, tell)
     tell("Prove that the base has stayed what it was", command("verify", trained, "--base", base))
     after = verify(trained, base, track=out.track)
@@ -148,9 +154,9 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
         folder, verification.passed, reloaded, lesson, after.passed, len(files), len(identical), tensors, kept, passed
     )
     tell("Compare every byte", shlex.join(["diff", "-r", str(base), str(stripped)]))
-    out.say(tables_demo.render_demo(result))
-    out.say(tables_demo.render_step(tell.number + 1, "What it learned, and what it forgot", None))
-    out.show(result, tables_demo.render_lesson(result, NEW_PEOPLE))
+    out.say(render_demo(result))
+    out.say(render_step(tell.number + 1, "What it learned, and what it forgot", None))
+    out.show(result, render_lesson(result, NEW_PEOPLE))
     return result
 
 
@@ -183,10 +189,8 @@ class Teller:
 
     def __call__(self, title: str, line: str) -> None:
         """Print the heading of the next step, and its command."""
-        from scale_surgery.show import tables_demo
-
         self.number += 1
-        self.out.say(tables_demo.render_step(self.number, title, line))
+        self.out.say(render_step(self.number, title, line))
 
 
 def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
@@ -236,6 +240,58 @@ def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
         "training.learning_rate": rate,
     }
     out.say(render_learned(learn(resolve_recipe(settings), folder / "job", track=out.track)))
+
+
+def render_reloaded(reloaded: Reloaded) -> RenderableType:
+    """Render the result of the fresh process."""
+    rows = [
+        ("class", reloaded.model_class),
+        ("logits", "bit-equal to the base's" if reloaded.logits_bit_equal else "DIFFERENT from the base's"),
+        ("trains", f"{reloaded.trainable:,} new parameters; {reloaded.frozen:,} are frozen"),
+        ("asked", " ".join(reloaded.question.split())),
+        ("answered", f"{reloaded.answer}  (right: {reloaded.expected})"),
+    ]
+    return Facts("loaded with trust_remote_code", rows)
+
+
+def render_demo(result: Demo) -> RenderableType:
+    """Render the result of the demo."""
+    same = f"{result.files_identical} of {result.files_compared} files are identical, byte for byte"
+    word = Text("All promises kept.", style="bold green") if result.passed else Text("FAILED.", style="bold red")
+    left = sentence(f"Kept in {result.folder}/: every model of the demo, and its data", "dim")
+    return Group(Text(same), word, left)
+
+
+def render_lesson(result: Demo, new_people: int) -> RenderableType:
+    """Render the end of the demo: accuracy on old and new people, and kept tensors, by training method."""
+    # title of the row, name of the model in the evaluation, folder of the model
+    rows = (
+        ("base", "biographies (base)", "biographies"),
+        ("preserve", "trained", "trained"),
+        ("learn, without its router", "routed, routing disabled", "job/routed"),
+        ("learn", "routed", "job/routed"),
+        ("full fine-tuning", "fine-tuned", "fine-tuned"),
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for side in ("old people known", f"{new_people} new people known", "base bytes"):
+        table.add_column(side, justify="right")
+    scores = {score.name: score for score in result.lesson.scores}
+    for title, name, folder in rows:
+        known = [_accuracy(measured) for measured in (scores[name].old, scores[name].new)]
+        table.add_row(title, *known, _kept(result.base_tensors_kept[folder], result.base_tensors))
+    return table
+
+
+def _accuracy(measured: Measurement | None) -> str:
+    return "not asked" if measured is None or measured.accuracy is None else f"{measured.accuracy:.1%}"
+
+
+def _kept(kept: int, tensors: int) -> str:
+    """Describe how many of the base's tensors a model still has byte for byte."""
+    if kept == tensors:
+        return "all there"
+    return f"{kept} of {tensors} tensors" if kept else "overwritten"
 
 
 def _write_people(folder: Path) -> None:

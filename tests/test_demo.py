@@ -15,9 +15,8 @@ from scale_surgery import CheckpointError
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
-from scale_surgery.demo import Demo, count_kept_tensors, demo, has_every_base
+from scale_surgery.demo import Demo, count_kept_tensors, demo, has_every_base, render_lesson
 from scale_surgery.show.console import Output
-from scale_surgery.show.tables_demo import render_lesson
 from tests.conftest import digests, refused
 
 pytestmark = pytest.mark.slow

@@ -21,12 +21,13 @@ from scale_surgery import (
     Request,
     RunOptions,
     TrainingSettings,
+    TrainingStart,
 )
 from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
 from scale_surgery.fields import Range, fields_of, problems_of
 from scale_surgery.folder.routers import RouterOptions
-from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.request import VARIANTS
 from scale_surgery.talking.serve import Address
 from tests.conftest import problems, refused
 
@@ -144,7 +145,7 @@ def test_ends_of_ranges():
 
 def test_choices_that_are_rows_of_a_table_are_those_of_now(monkeypatch: pytest.MonkeyPatch):
     assert problems_of(Request("0", method="toy"))  # type: ignore[arg-type]
-    monkeypatch.setitem(METHODS, "toy", METHODS["grow"])  # type: ignore[arg-type]
+    monkeypatch.setitem(VARIANTS, "toy", VARIANTS["grow"])  # type: ignore[arg-type]
     assert not problems_of(Request("0", method="toy"))  # type: ignore[arg-type]
 
 
@@ -170,7 +171,8 @@ def test_a_command_takes_every_field_as_the_dataclass_has_it(command: str):
 
 
 @pytest.mark.parametrize(
-    "owner", [Request, TrainingSettings, RankingSettings, RouterOptions, CalibrationSettings, Push]
+    "owner",
+    [Request, TrainingSettings, TrainingStart, RankingSettings, RouterOptions, CalibrationSettings, Push],
 )
 def test_every_field_is_described(owner: type):
     assert [name for name, each in fields_of(owner).items() if not each.help.endswith(".")] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,10 +14,12 @@ import pytest
 import scale_surgery
 
 PACKAGE = Path(scale_surgery.__file__).parent
-# an import that runs may point to a room further left, or stay in its own
+# an import, for type checkers too, may point to a room further left, or stay in its own
 ROOMS = [
     "errors",
+    "visible",
     "fields",
+    "command_lines",
     "progress",
     "checkpoint",
     "modeling",
@@ -41,38 +43,54 @@ ROOMS = [
     "cli",
     "__main__",
 ]
+# imports that are still to be cut, with the reason why each is still here; the list only gets shorter
+SHOWN = "show names the results that it draws, and stands before the rooms that return them"
+LEFT = {
+    "hub.repository imports hub.card": "only the type Card",
+    "modeling imports planning.architecture": "what does not travel in modeling/__init__ reads an architecture",
+    "modeling.expanded_routers imports modeling.expanded_routing": "both travel, and the first is read without torch",
+    "planning.depth imports planning.plan": "training.load_model asks plan.method.guards(plan)",
+    "planning.grow imports planning.plan": "training.load_model asks plan.method.guards(plan)",
+    "planning.method imports planning.plan": "training.load_model asks plan.method.guards(plan)",
+    "planning.scale imports planning.plan": "training.load_model asks plan.method.guards(plan)",
+    "show.answers imports talking.records": SHOWN,
+    "show.figure_calibration imports routing.calibrate": SHOWN,
+    "show.figure_calibration imports routing.outcome": SHOWN,
+    "show.figures imports training.ranking": SHOWN,
+    "show.pages.learned imports learning.learned": SHOWN,
+    "show.pages.routing imports routing.records": SHOWN,
+    "show.tables imports training.result": SHOWN,
+    "show.tables imports training.settings": SHOWN,
+    "show.tables_calibrate imports routing.calibrate": SHOWN,
+    "show.tables_calibrate imports routing.outcome": SHOWN,
+    "show.tables_learn imports learning.estimate": SHOWN,
+    "show.tables_learn imports learning.hold_out": SHOWN,
+    "show.tables_learn imports learning.learned": SHOWN,
+    "show.tables_push imports hub.push": SHOWN,
+    "show.tables_push imports talking.serve": SHOWN,
+    "show.tables_rank_layers imports training.ranking": SHOWN,
+    "show.tables_route_report imports routing.records": SHOWN,
+}
 
 
 def imports(file: Path, root: Path) -> Iterator[str]:
-    """Modules of this package that a file imports when it runs, in functions too; not for type checkers alone."""
-    for node in _that_run(file.read_text(encoding="utf-8")):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            raise AssertionError(f"{file}: a relative import, {ast.unparse(node)}")
+    """Modules of this package that a file imports: when it runs, in functions, and for type checkers alone."""
+    for node in _import_statements(file.read_text(encoding="utf-8")):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "scale_surgery")
-        else:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            modules = [name for name in names if _is_module(name, root)]
-            targets = modules + ([str(node.module)] if len(modules) < len(names) else [])
-            yield from (name for name in targets if name.split(".")[0] == "scale_surgery")
+            continue
+        if node.level and file.parent.name != "modeling":
+            raise AssertionError(f"{file}: a relative import, {ast.unparse(node)}")
+        module = f"scale_surgery.modeling.{node.module}" if node.level else str(node.module)
+        names = [f"{module}.{alias.name}" for alias in node.names]
+        modules = [name for name in names if _is_module(name, root)]
+        targets = modules + ([module] if len(modules) < len(names) else [])
+        yield from (name for name in targets if name.split(".")[0] == "scale_surgery")
 
 
 @functools.cache
-def _that_run(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
-    """Imports of a file's text that are not for type checkers alone; relative ones always."""
-    tree = ast.parse(text)
-    guarded = {
-        id(inside)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inside in ast.walk(node)
-    }
-    return tuple(
-        node
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.Import) and id(node) not in guarded)
-        or (isinstance(node, ast.ImportFrom) and (node.level or id(node) not in guarded))
-    )
+def _import_statements(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    return tuple(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def _is_module(name: str, root: Path) -> bool:
@@ -81,30 +99,38 @@ def _is_module(name: str, root: Path) -> bool:
 
 
 def graph(root: Path) -> dict[str, set[str]]:
-    """What each module imports; code that travels with checkpoints stands alone, see test_imports.py."""
-    files = [file for file in root.rglob("*.py") if file.parent.name != "modeling" or file.name == "__init__.py"]
-    named = {".".join(file.relative_to(root.parent).with_suffix("").parts): file for file in files}
-    return {name.removesuffix(".__init__"): set(imports(file, root)) for name, file in named.items()}
+    """The modules that each module imports; the package itself, a table of contents, is left out."""
+    named = {".".join(file.relative_to(root.parent).with_suffix("").parts): file for file in root.rglob("*.py")}
+    names = {name.removesuffix(".__init__"): file for name, file in named.items()}
+    return {name: set(imports(file, root)) - {name} for name, file in names.items() if name != "scale_surgery"}
+
+
+def _named(module: str, target: str) -> str:
+    return f"{module} imports {target}".replace("scale_surgery.", "")
+
+
+def _without(imported: dict[str, set[str]], left: Collection[str]) -> dict[str, set[str]]:
+    return {
+        module: {target for target in targets if _named(module, target) not in left}
+        for module, targets in imported.items()
+    }
 
 
 def wrong_imports(root: Path) -> list[str]:
     """Imports that point to a room further right, or out of every room."""
     violations = []
     for module, imported in graph(root).items():
-        if module == "scale_surgery":
-            continue
         for target in sorted(imported):
             rooms = [name.split(".")[1] if "." in name else name for name in (module, target)]
             if rooms[1] not in ROOMS or ROOMS.index(rooms[1]) > ROOMS.index(rooms[0]):
-                violations.append(f"{module} imports {target}")
+                violations.append(_named(module, target))
     return violations
 
 
 def circles(root: Path) -> list[str]:
     """A circle of imports, or nothing."""
-    edges = {module: imported - {module} for module, imported in graph(root).items() if module != "scale_surgery"}
     try:
-        TopologicalSorter(edges).prepare()
+        TopologicalSorter(_without(graph(root), LEFT)).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
@@ -117,35 +143,55 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(PACKAGE, tmp_path / "scale_surgery", ignore=ignored))
 
 
-def test_imports_that_run_point_to_rooms_further_left():
-    assert wrong_imports(PACKAGE) == []
+def test_imports_point_to_rooms_further_left():
+    assert sorted(set(wrong_imports(PACKAGE)) - set(LEFT)) == []
 
 
 def test_nothing_imports_itself_in_a_circle():
     assert circles(PACKAGE) == []
 
 
+@pytest.mark.parametrize("left", LEFT)
+def test_what_is_left_to_cut_is_still_there(left):
+    """An import that was cut leaves the list: it points the wrong way, or closes a circle without the others."""
+    edges = _without(graph(PACKAGE), set(LEFT) - {left})
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError:
+        return
+    assert left in wrong_imports(PACKAGE)
+
+
 def test_one_import_the_wrong_way_is_found(copy):
     file = copy / "surgery" / "strip.py"
-    text, violation = file.read_text(), "scale_surgery.surgery.strip imports scale_surgery.evidence.verify"
+    text, violation = file.read_text(), "surgery.strip imports evidence.verify"
     verify = "from scale_surgery.evidence.verify import verify"
     for line, wrong in (
         (verify, [violation]),
         ("from scale_surgery.evidence import verify", [violation]),
         ("import scale_surgery.evidence.verify", [violation]),
         (f"def later():\n    {verify}", [violation]),
-        # for type checkers alone it is none, and the package itself is no room
-        (f"if TYPE_CHECKING:\n    {verify}", []),
-        ("from scale_surgery import verify", ["scale_surgery.surgery.strip imports scale_surgery"]),
+        (f"if TYPE_CHECKING:\n    {verify}", [violation]),
+        # the package itself is no room
+        ("from scale_surgery import verify", ["surgery.strip imports scale_surgery"]),
     ):
         file.write_text(f"{text}\n{line}\n")
-        assert wrong_imports(copy) == wrong, line
+        assert sorted(set(wrong_imports(copy)) - set(LEFT)) == wrong, line
 
 
-def test_one_circle_inside_a_room_is_found(copy):
-    file = copy / "planning" / "specs.py"
-    file.write_text(f"{file.read_text()}\ndef later():\n    from scale_surgery.planning.plan import plan\n")
-    assert {"scale_surgery.planning.plan", "scale_surgery.planning.specs"} <= set(circles(copy))
+@pytest.mark.parametrize("form", ("def later():\n    {}", "if TYPE_CHECKING:\n    {}"))
+@pytest.mark.parametrize(
+    ("file", "line", "names"),
+    (
+        ("planning/specs.py", "from scale_surgery.planning.plan import Plan", {"planning.plan", "planning.specs"}),
+        # code that travels imports its neighbours by dots
+        ("modeling/expanded_shapes.py", "from .expanded_modules import KINDS", {"modeling.expanded_shapes"}),
+    ),
+)
+def test_one_circle_inside_a_room_is_found(copy, form, file, line, names):
+    text = (copy / file).read_text()
+    (copy / file).write_text(f"{text}\n{form.format(line)}\n")
+    assert names <= {module.removeprefix("scale_surgery.") for module in circles(copy)}
 
 
 def test_rooms_say_what_they_are():

@@ -22,7 +22,8 @@ def measure(base: Path, expanded: Path, rows: int = 64, tokens: int = 16) -> lis
 
     from scale_surgery import modeling
     from scale_surgery.progress import no_track
-    from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_base
+    from scale_surgery.training.base_samples import begin_tokens, sample_base
+    from scale_surgery.training.sampling import Sampling
 
     modeling.register()
     tokenizer = AutoTokenizer.from_pretrained(base)

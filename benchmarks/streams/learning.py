@@ -19,8 +19,9 @@ from benchmarks.biography.runs import stepping
 from benchmarks.biography.train_model import CONTEXT, batches
 from scale_surgery.progress import no_track
 from scale_surgery.text.tokenizing import pack
-from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
+from scale_surgery.training.base_samples import begin_tokens, sample_texts
 from scale_surgery.training.rehearsal import divergence
+from scale_surgery.training.sampling import Sampling
 
 # tokens of a sample, the first one included; the base's biographies have 60
 SAMPLE_LENGTH = 96

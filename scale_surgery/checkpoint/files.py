@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -116,6 +117,12 @@ def plain_json(content: Mapping[str, Any]) -> dict[str, Any]:
     """Plain JSON values, with texts in place of paths, NaN and infinity."""
     plain: dict[str, Any] = json.loads(json.dumps(content, default=str), parse_constant=str)
     return plain
+
+
+def to_json(result: Any) -> dict[str, Any]:
+    """Return a result as plain JSON values."""
+    content: dict[str, Any] = result.to_json() if hasattr(result, "to_json") else plain_json(asdict(result))
+    return content
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

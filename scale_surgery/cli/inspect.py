@@ -23,9 +23,9 @@ def inspect_command(model: str, revision: str | None, out: Output, **options: An
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B
     """
+    from scale_surgery.command_lines import changed_options, of_revision
     from scale_surgery.evidence.inspect import inspect
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.show.commands import changed_options, of_revision
     from scale_surgery.show.tables import render_inspection
 
     run = take_fields(RunOptions, options)

@@ -75,8 +75,7 @@ def as_result(result: Any) -> Writer:
     """Return a writer of the JSON that --json prints."""
 
     def write(file: Path) -> None:
-        from scale_surgery.checkpoint.files import write_json
-        from scale_surgery.show.console import to_json
+        from scale_surgery.checkpoint.files import to_json, write_json
 
         write_json(file, to_json(result))
 

@@ -26,8 +26,7 @@ from scale_surgery.cli.options import (
 from scale_surgery.cli.outputs import files_option, write_files
 from scale_surgery.fields import fields_of
 from scale_surgery.planning.new_tokens import TokenSource
-from scale_surgery.planning.request import Request
-from scale_surgery.planning.scale import NO_LAYERS
+from scale_surgery.planning.request import NO_LAYERS, Request
 from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ def visible_usage() -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
-        from scale_surgery.show.visible import visible_text
+        from scale_surgery.visible import visible_text
 
         # click indents choices with tabs
         message = error.format_message().expandtabs(4)

@@ -12,7 +12,7 @@ import click
 from scale_surgery.cli.headings import Headed
 from scale_surgery.cli.options import FOLDER, given, options_from, output_options
 from scale_surgery.errors import HubError, Problem
-from scale_surgery.hub.push import Push
+from scale_surgery.hub.settings import Push
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -47,8 +47,8 @@ def push_command(
     \b
     Example: scale-surgery push EXPANDED me/qwen3-wide --dry-run
     """
+    from scale_surgery.command_lines import changed_options, command
     from scale_surgery.hub.push import push
-    from scale_surgery.show.commands import changed_options, command
     from scale_surgery.show.tables_push import render_files, render_pushed
 
     if options["create_pr"] and options["revision"] is not None:

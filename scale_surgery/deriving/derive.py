@@ -34,7 +34,8 @@ from scale_surgery.deriving.prove import (
     prove,
     refuse_without_states,
 )
-from scale_surgery.deriving.shrink import RealModel, describe_real, shrink, with_few_layers
+from scale_surgery.deriving.real_model import RealModel, describe_real, with_few_layers
+from scale_surgery.deriving.shrink import shrink
 from scale_surgery.deriving.stock_form import inner_key, stock_heads
 from scale_surgery.errors import Problem, SurgeryError, UnsupportedFamilyError
 from scale_surgery.planning.architecture import Architecture, Sizes

@@ -26,7 +26,7 @@ from scale_surgery.deriving.layer import TwinLayer, derive_layer
 from scale_surgery.deriving.norms import epsilon
 from scale_surgery.deriving.outside import Outside, derive_outside, find_softcap
 from scale_surgery.deriving.part import features, is_transposed
-from scale_surgery.deriving.shrink import RealModel
+from scale_surgery.deriving.real_model import RealModel
 from scale_surgery.deriving.watch import watch
 from scale_surgery.deriving.zero_output import zero_output_names
 from scale_surgery.errors import Problem, UnsupportedFamilyError

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from scale_surgery.deriving.build import read, text_config
-
-if TYPE_CHECKING:
-    from scale_surgery.deriving.shrink import RealModel
+from scale_surgery.deriving.real_model import TOKEN, RealModel, is_per_layer
 
 Values = dict[str, Any]
 
@@ -56,7 +54,6 @@ WINDOW = re.compile(r"(?<!max_)window(?!_layers|_pattern)|chunk")
 INNER = re.compile(r"intermediate|ffn|inner|ff_dim|dff|dim_ff|feed_forward")
 POSITIONS = re.compile(r"positions?(_embeddings)?$|max_seq_len|max_length|n_ctx|context_length")
 LAYER = re.compile(r"layer|first|last|start|(^|_)end|offset")
-TOKEN = re.compile(r"token(_id|_index)$|_id$")
 
 
 @dataclass(frozen=True)
@@ -115,12 +112,6 @@ def shrink_values(real: RealModel, way: Way) -> Values:
 
 def _shrink_text(real: RealModel, way: Way, values: Values, config: PreTrainedConfig) -> Values:
     return _Shrinking(real, way, config, dict(values), real.chosen).all()
-
-
-def is_per_layer(key: str, value: Any, layers: int) -> bool:
-    """Return True if a value of a config is a list with one entry for each layer."""
-    is_long = isinstance(value, (list, tuple)) and len(value) >= layers
-    return is_long and not TOKEN.search(key) and ("rope" not in key or "layer" in key)
 
 
 class _Shrinking:

@@ -1,4 +1,4 @@
-"""Return True if a stock class has a form with more heads: its config is made, and the model of that."""
+"""Check if a stock class has a form with more heads: build its config and its model."""
 
 from __future__ import annotations
 

@@ -16,9 +16,10 @@ from scale_surgery.errors import CheckpointError, Problem, counted, problems_of
 from scale_surgery.evidence.rehearsed import rehearsed_text
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.hub.markdown import code, plain
+from scale_surgery.hub.method_cards import CARDS, MethodCard
 from scale_surgery.hub.repository import marked
 from scale_surgery.planning.method import Method
-from scale_surgery.planning.methods import METHODS, get_method
+from scale_surgery.planning.methods import get_method
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 
@@ -52,6 +53,7 @@ class CardFacts:
     base_fingerprint: str
     base_file: str | None  # file of the base's own card
     method: Method  # the first expansion's
+    about: MethodCard  # text on this method
     variants: Sequence[str]
     description: str
     expansions: Mapping[str, Plan]  # empty for a stock export
@@ -112,14 +114,14 @@ def card_facts(
     plans = {name: expansion.plan for name, expansion in held.items()}
     plan = next(iter(plans.values()), None)
     requests = [plan.request for plan in plans.values()] or [Request(**record["request"])]
-    methods = [get_method(request.method) for request in requests]
-    method = methods[0]
+    method, cards = get_method(requests[0].method), [CARDS[request.method] for request in requests]
+    about = cards[0]
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
     has_own_code = plan is not None and bool(plan.architecture.own_code)
     is_plain_code = contents.form == "stock" or (manifest is not None and not manifest.code)
     training = {name: expansion.training for name, expansion in held.items()} or {"": record.get("training", ())}
-    description = method.description(
+    description = about.description(
         requests[0],
         is_stock=contents.form == "stock",
         has_up_stream=plan is None or plan.widths.up_width > 0,
@@ -132,10 +134,11 @@ def card_facts(
         base_fingerprint=record["base_fingerprint"] if plan is None else plan.base_fingerprint,
         base_file=base_file,
         method=method,
+        about=about,
         variants=list(dict.fromkeys(str(request.variant) for request in requests)),
         description=description if len(plans) < 2 else "",
         expansions=plans,
-        rows=_stock_rows(record) if plan is None else method.card_rows(plan) if len(plans) == 1 else (),
+        rows=_stock_rows(record) if plan is None else about.card_rows(plan) if len(plans) == 1 else (),
         router=None if manifest is None or manifest.routing is None else describe_router(manifest.routing),
         is_fused=record.get("fused") is not None,
         drift=_drift((record.get("fused") or record).get("drift")),
@@ -147,8 +150,8 @@ def card_facts(
         has_own_code=has_own_code,
         loads_in_memory="load_expansion" not in method.refused and not has_own_code,
         code_files=contents.code if is_plain_code else (),
-        sources=list(dict.fromkeys(each.source for each in methods)),
-        citations=list(dict.fromkeys(METHODS[name].citation for each in methods for name in each.cites)),
+        sources=list(dict.fromkeys(each.source for each in cards)),
+        citations=list(dict.fromkeys(CARDS[name].citation for each in cards for name in each.cites)),
     )
 
 

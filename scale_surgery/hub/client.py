@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.errors import HubError, Problem, SurgeryError
+from scale_surgery.hub.settings import Push
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
-
-    from scale_surgery.hub.push import Push
 
 # the cause by HTTP status
 CAUSES = {401: "hub-unauthorised", 403: "hub-forbidden", 404: "hub-not-found", 429: "hub-too-many-requests"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from scale_surgery.show.visible import visible_line
+from scale_surgery.visible import visible_line
 
 # characters that need a backslash; a colon and a dot too, since Markdown turns bare addresses into links
 SPECIAL = re.compile(r"[\\`*_\[\]<>&|~$@]|:(?=//)|(?<=www)\.", re.IGNORECASE)

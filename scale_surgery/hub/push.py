@@ -32,6 +32,7 @@ from scale_surgery.hub.repository import (
     read_card,
     read_contents,
 )
+from scale_surgery.hub.settings import Push
 from scale_surgery.progress import Track, no_track
 
 if TYPE_CHECKING:
@@ -44,34 +45,6 @@ MESSAGES: dict[Form, str] = {
     "extract": "Push an expansion with scale-surgery",
     "stock": "Push a widened model with scale-surgery",
 }
-
-
-@dataclass(frozen=True)
-class Push:
-    """Settings of a push.
-
-    Attributes:
-        private: Make a new repository private (the default) or public. An existing repository keeps its visibility, and
-            is refused if that differs from this flag.
-        create_pr: Open a pull request instead of writing to the main branch.
-        revision: Branch to write to. It is created if it does not exist. Default: the main branch.
-        commit_message: First line of the commit message. Default: Push ... with scale-surgery.
-        card: File to push as README.md. Default: the folder's own card, or a generated one.
-        write_card: Generate a new card, even if a hand-written one exists.
-        license: Licence in the generated card, by its Hub name, such as apache-2.0. Default: the base's.
-        replace: Remove model files from the repository that this folder lacks, if the repository holds another model.
-        check: Check bytes and structure of the folder first.
-    """
-
-    private: bool | None = None
-    create_pr: bool = False
-    revision: str | None = None
-    commit_message: str | None = None
-    card: Path | None = None
-    write_card: bool = False
-    license: str | None = None
-    replace: bool = False
-    check: bool = True
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import write_json
+from scale_surgery.checkpoint.files import to_json, write_json
+from scale_surgery.command_lines import changed_options
 from scale_surgery.learning.processes import launch_line, run_launched
 from scale_surgery.progress import Track, no_track
-from scale_surgery.show.commands import changed_options
 from scale_surgery.training.settings import EvalData
 
 
@@ -57,8 +57,6 @@ class Call:
             return run_launched(self.words, self.launch, quiet=track is no_track)
         result = self.function(**self.arguments, track=track)
         if self.saved is not None:
-            from scale_surgery.show.console import to_json
-
             write_json(self.saved, to_json(result))
         return result
 

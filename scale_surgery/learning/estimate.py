@@ -53,7 +53,7 @@ class TokenCount:
 
 @dataclass(frozen=True)
 class ToSample:
-    """The own samples of the base.
+    """Samples drawn from the base before its training.
 
     Attributes:
         texts: Texts, at most.
@@ -174,7 +174,7 @@ def _peak_memory(work: Work, plan: Plan, checkpoint: Checkpoint, added: int) -> 
 
 
 def _disk(work: Work, base_bytes: int, added: int) -> int:
-    """Return the bytes that the folder will hold; copied base shards count once."""
+    """Return the bytes that the folder will hold."""
     folders = 3 if work.routes else 2
     base = 0 if work.recipe.base_weights == "link" else base_bytes
     copies = folders if work.taking == "copy" else 1
@@ -188,7 +188,8 @@ def _to_sample(
 ) -> ToSample | None:
     """Forecast the own samples of the base, and the time to draw them."""
     # imports torch
-    from scale_surgery.training.base_samples import begin_tokens, sampling_of, tokens_per_second
+    from scale_surgery.training.base_samples import begin_tokens, tokens_per_second
+    from scale_surgery.training.sampling import sampling_of
 
     recipe, settings = work.recipe, work.recipe.training
     if not settings.rehearses_itself:

@@ -16,8 +16,7 @@ from typing import Any
 
 from scale_surgery.errors import PlanError
 from scale_surgery.learning.recipe import AUTO, PresetName, preset_problems
-from scale_surgery.planning.methods import DEFAULT_METHOD
-from scale_surgery.planning.scale import NO_LAYERS
+from scale_surgery.planning.request import DEFAULT_METHOD, NO_LAYERS
 from scale_surgery.running.context import DEFAULT_LENGTH
 from scale_surgery.training.settings import TrainingSettings
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from scale_surgery.command_lines import command
 from scale_surgery.errors import Problem, TrainingError
-from scale_surgery.show.commands import command
 
 # that the launcher handles, as far as this system has them
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]

@@ -259,7 +259,7 @@ def _dtypes(base: Base) -> set[str]:
 
 
 def quantisation_config(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the place and the value of the quantisation in config.json, or None."""
+    """Return the key of the quantisation in config.json, and its value; the value is None if there is none."""
     text = config.get("text_config")
     inside = text.get(QUANTISATION_KEY) if isinstance(text, Mapping) else None
     if config.get(QUANTISATION_KEY) is None and inside is not None:

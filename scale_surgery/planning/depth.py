@@ -19,15 +19,15 @@ from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.architecture import Architecture, Kind, numberless
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate_depth
-from scale_surgery.planning.method import Method, Resolved, parameters_row
-from scale_surgery.planning.selection import format_layers, select_layers
+from scale_surgery.planning.method import Method, Resolved
+from scale_surgery.planning.request import VARIANTS, Request
+from scale_surgery.planning.selection import select_layers
 from scale_surgery.planning.specs import FORMAT, Spec
 from scale_surgery.planning.stored import layer_path
 from scale_surgery.planning.tensors import NewTensor, TensorPlan
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
-    from scale_surgery.planning.request import Request
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Depth(Method):
     """A copy of each chosen layer comes right after it, and begins by adding zeros."""
 
     name = "depth"
-    variants = ("depth",)
+    variants = VARIANTS[name]
     verb = "duplicated"
     adds_layers = True
     refused: ClassVar[Mapping[str, str]] = {
@@ -82,25 +82,6 @@ class Depth(Method):
         "load_expansion": "deepened-in-memory",
     }
     about_rows = "A row is the copy that follows that base layer"
-    opening: ClassVar[Mapping[str, str]] = {
-        "expanded": "A language model with new layers among its pretrained ones, made with `scale-surgery`.",
-        "extract": "The new layers of a deepened language model, without the model itself, made with `scale-surgery`.",
-    }
-    title = "What was added"
-    source = "The expansion is the block expansion of LLaMA Pro."
-    cites = ("depth",)
-    citation = """@misc{llamapro2024,
-  title         = {{LLaMA} {Pro}: Progressive {LLaMA} with Block Expansion},
-  author        = {Wu, Chengyue and Gan, Yukang and Ge, Yixiao and Lu, Zeyu and Wang, Jiahao and Feng, Ye
-                   and Shan, Ying and Luo, Ping},
-  year          = {2024},
-  eprint        = {2401.02415},
-  archivePrefix = {arXiv}
-}"""
-    about_loading = (
-        '`model.config.scale_surgery["new_layers"]` lists the new layers. With the package `scale-surgery` installed, '
-        "`scale_surgery.freeze_base(model)` lets them train, and nothing else."
-    )
 
     def config_problems(self, config: Mapping[str, Any]) -> list[Problem]:
         """List keys by which layers share caches or weights, or depend on their numbers."""
@@ -133,45 +114,6 @@ class Depth(Method):
             return "new layers write zero"
         tensors = "1 tensor of a new layer is" if changed == 1 else f"{changed} tensors of new layers are"
         return f"{tensors} not as at the start"
-
-    def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """Describe the positions of copies and their initial values."""
-        assert plan.numbering is not None
-        new = plan.numbering.new
-        return [
-            ("new layers", f"{format_layers(new)}  (of {plan.sizes.layers + len(new)} then)"),
-            ("initialisation", "what is added to the hidden state is zero, the rest a copy"),
-        ]
-
-    def stock_form(self, plan: Plan) -> str | None:
-        """The folder itself is one."""
-        listed = bool(plan.architecture.layer_types)
-        caution = "; a program must read its layer_types, and not go by numbers" if listed else ""
-        return f"the folder itself: {plan.family} with more layers, no code of ours{caution}"
-
-    def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """Describe a copy in words."""
-        return (
-            "A copy of each chosen layer stands right after it. It began by adding zeros, so that at first it passed "
-            "on what it was given, and the output was the base's. The pretrained tensors are there byte for byte; "
-            "those above a copy are numbered higher."
-        )
-
-    def beginning(self, request: Request) -> str:
-        """Which tensors start as zeros, and which as copies."""
-        return "what is added to the hidden state zero, everything else as in the layer below"
-
-    def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """Which layers were duplicated."""
-        assert plan.numbering is not None
-        layers, new = plan.sizes.layers, plan.numbering.new
-        return [
-            ("variant", f"`{plan.variant}`"),
-            ("layers with a copy", f"{format_layers(plan.layers)} of 0-{layers - 1}"),
-            ("new layers", f"{format_layers(new)} of 0-{layers + len(new) - 1}"),
-            ("parameters", parameters_row(plan.costs)),
-            ("start", self.beginning(plan.request)),
-        ]
 
 
 def build_depth_specs(architecture: Architecture, layers: Sequence[int]) -> Spec:

@@ -7,21 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from scale_surgery.errors import PlanError, Problem
-from scale_surgery.fields import Range
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
+from scale_surgery.planning.request import COPIES, VARIANTS, Request
 from scale_surgery.planning.selection import select_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
-    from scale_surgery.planning.request import Request
 
 DEFAULT_COPIES = 2
-# the largest number is beyond any model
-COPIES = Range(least=2, most=1000)
 # halving is exact in these, but for subnormal numbers
 HALVING_DTYPES = ("F32", "BF16")
 
@@ -30,7 +27,7 @@ class Grow(Method):
     """The MLP of a chosen layer is there several times, and each counts its share."""
 
     name = "grow"
-    variants = ("grow-freeze", "grow-train")
+    variants = VARIANTS[name]
     options = ("copies",)
     verb = "grown"
     starts_at_zero = False
@@ -39,15 +36,6 @@ class Grow(Method):
         "W12 is the copies' part of the down projection, and started as the base's over the number of copies: norm "
         "of its change."
     )
-    source = "The expansion is that of Grow, Don't Overwrite; the way of keeping it apart from its base is SCALE's."
-    cites = ("grow", "scale")
-    citation = """@misc{grow2026,
-  title         = {Grow, Don't Overwrite: Fine-tuning Without Forgetting},
-  author        = {Adila, Dyah and Mazzawi, Hanna and Dherin, Benoit and Gonzalvo, Xavier},
-  year          = {2026},
-  eprint        = {2603.08647},
-  archivePrefix = {arXiv}
-}"""
 
     def problems(self, request: Request) -> list[Problem]:
         """Refuse fewer than two copies, and more than any model has."""
@@ -95,28 +83,6 @@ class Grow(Method):
         if not changed:
             return "copies are the base's"
         return "1 copy is not the base's" if changed == 1 else f"{changed} copies are not the base's"
-
-    def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """The number of MLPs and the share of each."""
-        return [("MLPs in each", f"{plan.request.copies}, of which each counts 1/{plan.request.copies}")]
-
-    def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """Copies and their shares in words."""
-        copies = request.copies
-        trained = (
-            "The base's gate and up projections are trained too, as copies beside them"
-            if request.variant == "grow-train"
-            else "The copies alone are new and are trained"
-        )
-        kept = "." if is_stock else "; the pretrained tensors are there byte for byte."
-        return (
-            f"The MLP of a chosen layer is there {copies} times, and the output of each counts 1/{copies}, so that at "
-            f"first the output was the base's. {trained}{kept}"
-        )
-
-    def beginning(self, request: Request) -> str:
-        """Describe the copied parts."""
-        return f"gate and up copied, down copied in {request.copies} equal shares, seed {request.seed}"
 
 
 def copied_inner(architecture: Architecture, layers: Sequence[int]) -> int:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from scale_surgery.errors import Problem
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, count_costs
-from scale_surgery.planning.selection import format_layers
+from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Collaboration, Spec, Widths
 from scale_surgery.planning.tensors import NewTensor, TensorPlan, new_tensors
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
-    from scale_surgery.planning.request import Request
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,6 @@ class Method(ABC):
         refused: Operations that its models do not allow, each with the code of its problem.
         about_rows: Explanation of a row in tables of tensors, if needed.
         about_w12: Explanation of the change of W12; empty where it has none.
-        opening: First sentence of a model card, by the form of the folder; the default is that of scale.
-        title: Heading of the part of a card that tells what was done.
-        source: Whose idea it is.
-        citation: BibTeX of the paper.
-        cites: Methods whose papers a card cites.
-        about_loading: Text of a card on loading.
     """
 
     name: ClassVar[str]
@@ -60,12 +53,6 @@ class Method(ABC):
     refused: ClassVar[Mapping[str, str]] = {}
     about_rows: ClassVar[str] = ""
     about_w12: ClassVar[str] = ""
-    opening: ClassVar[Mapping[str, str]] = {}
-    title: ClassVar[str] = "What was widened"
-    source: ClassVar[str]
-    citation: ClassVar[str]
-    cites: ClassVar[tuple[str, ...]]
-    about_loading: ClassVar[str] = ""
 
     def problems(self, request: Request) -> list[Problem]:
         """List problems with the values of its options, before the model is known."""
@@ -107,46 +94,6 @@ class Method(ABC):
     def start(self, changed: int) -> str:
         """How the expansion starts, given how many of `guards` changed."""
 
-    @abstractmethod
-    def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """Rows of a plan's table that only this method has."""
-
-    def stock_form(self, plan: Plan) -> str | None:
-        """The stock form in words, where the folder itself is one; otherwise None."""
-        return None
-
     def refusal(self, operation: str, where: object = "") -> list[Problem]:
         """Return the problem of an operation that its models do not allow; nothing if they do."""
         return [Problem(self.refused[operation], where)] if operation in self.refused else []
-
-    @abstractmethod
-    def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """How a model is made, for its card."""
-
-    @abstractmethod
-    def beginning(self, request: Request) -> str:
-        """How the new tensors began, for a card."""
-
-    def card_rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """The plan as rows of a card's table."""
-        layers, groups = plan.collaboration.layers, " and ".join(plan.collaboration.groups)
-        widths, costs = plan.widths, plan.costs
-        tokens = f"{widths.new_tokens:,}, with rows of their own; those of the base stay as they are"
-        return [
-            ("variant", f"`{plan.variant}`"),
-            *([("new tokens", tokens)] if widths.new_tokens else []),
-            ("expanded layers", f"{format_layers(plan.layers)} of 0-{plan.sizes.layers - 1}"),
-            ("layers with W12", f"{format_layers(layers)} ({groups})" if layers else "none"),
-            (
-                "added widths",
-                f"hidden state {widths.up_width}, key/value heads {widths.up_kv_heads}, inner {widths.up_inner_width}",
-            ),
-            ("parameters", parameters_row(costs)),
-            ("start", self.beginning(plan.request)),
-        ]
-
-
-def parameters_row(costs: Costs) -> str:
-    """Parameters of the base and new ones, for a card."""
-    added, before = costs.parameters_added, costs.parameters_before
-    return f"{before:,} of the base, {added:,} new ({added / before:.1%})"

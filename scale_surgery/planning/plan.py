@@ -24,8 +24,8 @@ from scale_surgery.planning import costs
 from scale_surgery.planning.architecture import Architecture, Sizes
 from scale_surgery.planning.base import Base, BaseFacts, check_base, fingerprint
 from scale_surgery.planning.method import Method
-from scale_surgery.planning.methods import METHODS, get_method
-from scale_surgery.planning.request import Request, complete
+from scale_surgery.planning.methods import METHODS, complete, get_method
+from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, specs_of_layer
 from scale_surgery.planning.tensors import Init, NewTensor, TensorPlan
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
-from scale_surgery.errors import PlanError, Problem
-from scale_surgery.fields import NO_OPTION, fields_of, problems_of
-from scale_surgery.planning.grow import COPIES
-from scale_surgery.planning.methods import DEFAULT_METHOD, METHODS, variants
-from scale_surgery.planning.new_tokens import NewTokens, problems_of_tokens
-from scale_surgery.planning.scale import NO_LAYERS, RATIO, WIDTH
-from scale_surgery.planning.selection import select_layers
+from scale_surgery.fields import NO_OPTION, Range
+from scale_surgery.planning.new_tokens import NewTokens
 
+# the variants of each method; the first is its default
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "scale": ("preserve", "adapt", "gated"),
+    "grow": ("grow-freeze", "grow-train"),
+    "depth": ("depth",),
+}
+DEFAULT_METHOD = "scale"
+# --layers if only new tokens are added
+NO_LAYERS = "none"
+RATIO = Range(above=0, most=4)
+# the largest width is beyond any model, and its costs are still numbers
+WIDTH = Range(least=0, most=10**7)
+# the largest number of copies is beyond any model
+COPIES = Range(least=2, most=1000)
 ChosenInit = Literal["svd", "random", "zero"]
+
+
+def variants() -> tuple[str, ...]:
+    """List the variants of all methods."""
+    return tuple(variant for of_method in VARIANTS.values() for variant in of_method)
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,7 @@ class Request:
     """
 
     layers: str
-    method: str = field(default=DEFAULT_METHOD, metadata={"choices": lambda: METHODS})
+    method: str = field(default=DEFAULT_METHOD, metadata={"choices": lambda: VARIANTS})
     variant: str | None = field(default=None, metadata={"choices": variants})
     collaborative_layers: str | None = None
     collaborate: Literal["attn", "ffn", "both"] | None = None
@@ -75,44 +89,3 @@ class Request:
     def token_count(self) -> int:
         """How many tokens are added."""
         return len(self.new_tokens.tokens) if self.new_tokens is not None else 0
-
-
-def complete(request: Request, layers: int | None = None) -> Request:
-    """Check a request, and fill in the defaults of its method: the variant, and how many copies."""
-    # the command line checks the same, but Python callers and edited plans come here unchecked
-    problems = problems_of(request, with_ranges=False)
-    problems += problems_of_tokens(request.new_tokens) if request.new_tokens is not None else []
-    if problems:
-        raise PlanError(*problems)
-    method = METHODS[request.method]
-    problems = [*_foreign_problems(request), *method.problems(request)]
-    if problems:
-        raise PlanError(*problems, *_layer_problems(request, layers))
-    # as a record gives it back
-    return method.complete(replace(request, ratio=float(request.ratio)))
-
-
-def _layer_problems(request: Request, layers: int | None) -> tuple[Problem, ...]:
-    if request.layers == NO_LAYERS:
-        return ()
-    try:
-        select_layers(request.layers, layers) if layers is not None else None
-    except PlanError as error:
-        return error.problems
-    return ()
-
-
-def _foreign_problems(request: Request) -> list[Problem]:
-    """Find a variant of another method, and values that only other methods read."""
-    asked, variant, variants = request.method, request.variant, METHODS[request.method].variants
-    problems, known = list[Problem](), fields_of(Request)
-    if variant not in (None, *variants):
-        given = {"variant": variant, "variants": variants, "method": asked}
-        problems.append(Problem("variant-of-other-method", "--variant", **given))
-    options = [(owner, known[name]) for owner, method in METHODS.items() if owner != asked for name in method.options]
-    problems += [
-        Problem("option-of-other-method", option.typed, value=value, owner=owner)
-        for owner, option in options
-        if (value := getattr(request, option.name)) != option.default
-    ]
-    return problems

@@ -6,28 +6,21 @@ from dataclasses import asdict, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.expansions import tensor_name
 from scale_surgery.errors import PlanError, Problem, counted
-from scale_surgery.fields import Range, fields_of
+from scale_surgery.fields import fields_of
 from scale_surgery.planning.architecture import Architecture, Kind, Sizes
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.method import Method, Resolved
+from scale_surgery.planning.request import NO_LAYERS, RATIO, VARIANTS, WIDTH, Request
 from scale_surgery.planning.selection import format_layers, select_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
-    from scale_surgery.planning.request import Request
-RATIO = Range(above=0, most=4)
-# the largest is beyond any model, and its costs are still numbers
-WIDTH = Range(least=0, most=10**7)
+
 # inner features of an MLP over features of the residual stream
 USUAL_INNER = 4
-# --layers where new tokens are all that is added
-NO_LAYERS = "none"
-# shares of widths that differ more from the ratio are explained
-SHARE_TOLERANCE = 0.2
 # a single key/value head may be so many times the share that the ratio asks for
 MOST_OF_SHARE = 2
 LEAST_WIDTH = 8
@@ -37,7 +30,7 @@ class Scale(Method):
     """New heads, inner features and an up stream beside the base's, as block matrices [W W12; W21 W22]."""
 
     name = "scale"
-    variants = ("preserve", "adapt", "gated")
+    variants = VARIANTS[name]
     options = (
         "collaborative_layers",
         "collaborate",
@@ -57,16 +50,6 @@ class Scale(Method):
         "What training wrote into the base stream: norm of the change of W12, all matrices of a group taken as "
         "one. SCALE (arXiv 2511.03270) finds forgetting nearly linear in this norm."
     )
-    source = "The expansion is that of SCALE; width without a second stream is that of Grow, Don't Overwrite."
-    cites = ("scale", "grow")
-    citation = """@misc{scale2025,
-  title         = {{SCALE}: Upscaled Continual Learning of Large Language Models},
-  author        = {Lee, Jin-woo and Choi, Junhwa and Hwang, Bongkyu and Choo, Jinho and Kim, Bogun and Yi, JeongSeon
-                   and Lee, Joonseok and Jung, DongYoung and Park, Jaeseon and Park, Kyoungwon and Jung, Suk-hoon},
-  year          = {2025},
-  eprint        = {2511.03270},
-  archivePrefix = {arXiv}
-}"""
 
     def resolve(self, base: Base, request: Request) -> Resolved:
         """Resolve layers, widths and collaboration; widths that are not set follow from the ratio."""
@@ -80,7 +63,7 @@ class Scale(Method):
             layers = select_layers(request.layers, sizes.layers)
         except PlanError as error:
             problems += error.problems
-        widths = _resolve_widths(sizes, request)
+        widths = resolve_widths(sizes, request)
         problems += _width_problems(sizes, request, widths)
         problems += _sealed_layers(base, request, layers, widths)
         collaboration, unmet = _resolve_collaboration(base.architecture, request, layers, widths)
@@ -131,50 +114,6 @@ class Scale(Method):
             return "W12 and head up part are zero"
         return f"{counted(changed, 'tensor')} of W12 and the head's up part left zero"
 
-    def rows(self, plan: Plan) -> list[tuple[str, str]]:
-        """Collaboration, widths and initialisation."""
-        if not plan.layers:
-            return []
-        request, collaborative = plan.request, plan.collaboration
-        groups = f" ({' and '.join(collaborative.groups)})" if collaborative.groups else ""
-        rows = [
-            ("collaborative", format_layers(collaborative.layers) + groups),
-            ("added widths", plan.widths.description),
-            ("share of base", _shares(plan)),
-            ("initialisation", f"W21 {request.init_w21}, W22 {request.init_w22}, {request.svd} SVD"),
-        ]
-        count = sum(tensor.elements for tensor in idle_tensors(plan))
-        idle = f"{count:,} of the new parameters: in layer {plan.layers[0]} they read an up stream that is zero"
-        return [*rows, ("never learn", idle)] if count else rows
-
-    def description(self, request: Request, *, is_stock: bool, has_up_stream: bool) -> str:
-        """The block matrix in words, or what new tokens are where nothing else was added."""
-        if request.layers == NO_LAYERS:
-            kept = "." if is_stock else "; the pretrained tensors are there byte for byte."
-            return f"New tokens have rows of their own in embedding and head. Nothing else was added{kept}"
-        if is_stock:
-            return (
-                "Linears of the chosen layers got new rows and columns, [W W12; W21 W22] in place of W; other layers "
-                "were filled with zeros to the same width. W itself was not changed."
-            )
-        beside = (
-            "W21 and W22 make and pass on a second stream beside the hidden state, and W12 writes from it into the "
-            "hidden state; where W12 does not exist, nothing new is written there."
-            if has_up_stream
-            else "W21 makes new attention heads or inner features of the hidden state, and W12 writes what they "
-            "compute into it."
-        )
-        return (
-            "Every linear of an expanded layer is a block matrix [W W12; W21 W22]. W is the pretrained tensor, byte "
-            f"for byte; the other blocks are new. {beside}"
-        )
-
-    def beginning(self, request: Request) -> str:
-        """How each block began."""
-        if request.layers == NO_LAYERS:
-            return f"new rows {request.new_tokens_init}, seed {request.seed}"
-        return f"W12 zero, W21 {request.init_w21}, W22 {request.init_w22}, seed {request.seed}"
-
 
 def _alone_problems(request: Request) -> list[Problem]:
     """List why a request without layers cannot be met."""
@@ -189,33 +128,9 @@ def _alone_problems(request: Request) -> list[Problem]:
     return [Problem("option-without-layers", option) for option in options]
 
 
-def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
-    """New tensors that never get a gradient, as they read zeros in every step."""
-    # where the embedding is not widened, zeros enter the lowest expanded layer as its up stream
-    if not plan.widths.up_width or (plan.layers[0] == 0 and plan.architecture.enters == "embedding"):
-        return ()
-    first = plan.layers[0]
-    kind = plan.architecture.kind(first)
-    norm = kind.blocks[0].norm
-    modules: dict[str, tuple[str, ...]] = {norm: ("up_weight",)} if norm else {}
+def resolve_widths(sizes: Sizes, request: Request) -> Widths:
+    """Return the added widths; those that the request leaves out follow from its ratio."""
 
-    def named(module: str, part: str) -> str:
-        return tensor_name(f".{first}.{kind.on_disk(module)}", plan.request.name, part)
-
-    has_bias = any(tensor.name.endswith(named(norm, "up_bias")) for tensor in plan.tensors)
-    # W12 and W22 of the linears that read zeros, such as q, k and v, stay as they are, and so does the norm before
-    # them; a norm with a bias turns zeros into its bias, which starts at zero and learns only if W22 is not zero
-    if not has_bias or plan.request.init_w22 == "zero":
-        # the first block, and those that read the same norm; a second norm that reads the same stream is not listed
-        reading = [kind.blocks[0], *(block for block in kind.blocks[1:] if block.norm and block.norm == norm)]
-        linears = (linear.name for block in reading for linear in block.linears if linear.reads == "residual")
-        modules |= {norm: ("up_weight", "up_bias")} | dict.fromkeys(linears, ("w12", "w22"))
-        modules |= {block.name: ("w22",) for block in reading if block.is_whole}
-    names = tuple(named(name, part) for name, parts in modules.items() for part in parts)
-    return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(names))
-
-
-def _resolve_widths(sizes: Sizes, request: Request) -> Widths:
     def given(value: int | None, default: int) -> int:
         return default if value is None else value
 
@@ -237,36 +152,6 @@ def default_kv_heads(heads: int, ratio: float) -> int:
     """Key/value heads that a ratio adds: whole ones, and none if a single one is more than twice the share."""
     # where no attention is split, no head can be added
     return max(round(heads * ratio), int(heads > 0 and MOST_OF_SHARE * ratio * heads >= 1))
-
-
-def _shares(plan: Plan) -> str:
-    """Added widths as shares of the base's, and why they differ from the ratio."""
-    sizes, widths, request = plan.sizes, plan.widths, plan.request
-    pairs = {
-        "residual stream": (widths.up_width, sizes.hidden),
-        "key/value heads": (widths.up_kv_heads, sizes.key_value_heads),
-        "inner": (widths.up_inner_width, sizes.inner),
-    }
-    shares = ", ".join(f"{name} {up / base:.1%}" for name, (up, base) in pairs.items() if base)
-    asked = _resolve_widths(sizes, request)
-    reasons = []
-    if widths.up_width < asked.up_width:
-        reasons.append(
-            f"up width {widths.up_width} and not {asked.up_width}, so that the new columns of the head cost no more "
-            "than the layers (--up-width sets it)"
-        )
-    if sizes.key_value_heads and request.up_kv_heads is None:
-        one = f"1 key/value head is {1 / sizes.key_value_heads:.1%} of {sizes.key_value_heads}"
-        share = widths.up_kv_heads / sizes.key_value_heads / request.ratio
-        if not widths.up_kv_heads:
-            reasons.append(f"no new heads: {one}, more than twice the share (--up-kv-heads 1 adds it)")
-        elif not 1 - SHARE_TOLERANCE <= share <= 1 + SHARE_TOLERANCE:
-            reasons.append(f"heads are added whole: {one} (--up-kv-heads sets how many)")
-    return (
-        "; ".join([f"{shares}. --ratio {request.ratio:g} asks for {request.ratio:.1%}", *reasons]) + "."
-        if (reasons)
-        else shares
-    )
 
 
 def _width_problems(sizes: Sizes, request: Request, widths: Widths) -> list[Problem]:

@@ -18,6 +18,7 @@ from scale_surgery.checkpoint.files import finished_file, plain_json
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
+from scale_surgery.command_lines import changed_options
 from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
 from scale_surgery.folder.record import read_manifest
@@ -36,7 +37,6 @@ from scale_surgery.routing.choice import (
 from scale_surgery.routing.outcome import Outcome
 from scale_surgery.routing.sweep import SweepTexts, sweep_model
 from scale_surgery.running.options import Dtype, RunOptions
-from scale_surgery.show.commands import changed_options
 from scale_surgery.surgery.route import set_routing
 
 if TYPE_CHECKING:

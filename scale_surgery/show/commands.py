@@ -1,22 +1,20 @@
-"""The commands to type next: one line each, quoted for a shell."""
+"""The commands to type next."""
 
 from __future__ import annotations
 
-import math
-import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILES
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.fields import Field, fields_of
-from scale_surgery.planning.methods import DEFAULT_METHOD
+from scale_surgery.command_lines import changed_options, command, of_revision
+from scale_surgery.planning.methods import complete
 from scale_surgery.planning.new_tokens import TokenSource
-from scale_surgery.planning.request import Request, complete
+from scale_surgery.planning.request import DEFAULT_METHOD, Request
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
@@ -24,43 +22,6 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.verification import Verification
     from scale_surgery.planning.architecture import Architecture
     from scale_surgery.planning.plan import Plan
-
-
-def command(*words: object) -> str:
-    """Return a command line of this program."""
-    return shlex.join(["scale-surgery", *map(str, words)])
-
-
-def changed_options(options: Any, defaults: Any, without: Collection[str] = ()) -> Iterator[str]:
-    """Yield the words of the options in which a filled dataclass differs from its defaults."""
-    for name, field in fields_of(type(options)).items():
-        value = getattr(options, name)
-        if name not in without and field.is_plain and value not in (None, getattr(defaults, name)):
-            yield from _typed(field, value)
-
-
-def _typed(field: Field, value: Any) -> list[str]:
-    if not field.has_option:
-        return ["--set", f"{field.name}={as_yaml(value)}"]
-    option = f"--{field.option}"
-    if isinstance(value, bool):
-        return [option if value else f"--no-{field.option}"]
-    if isinstance(value, tuple) and not field.choices:
-        return [word for entry in value for word in (option, entry)]
-    return [option, ",".join(value) if isinstance(value, tuple) else str(value)]
-
-
-def as_yaml(value: Any) -> str:
-    """Return a value in the form that --set accepts."""
-    import yaml
-
-    # YAML ends the document after a bare value
-    return str(yaml.safe_dump(value, width=math.inf)).removesuffix("\n").removesuffix("\n...")
-
-
-def of_revision(revision: str | None) -> list[str]:
-    """Return the option for a revision of a Hub repository."""
-    return ["--revision", revision] if revision else []
 
 
 def trusting(architecture: Architecture) -> list[str]:

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.segment import Segment
 from rich.text import Text
 
-from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.checkpoint.files import to_json
 from scale_surgery.errors import Problem
 from scale_surgery.progress import Finding, Track, no_track
 from scale_surgery.show.layout import NEXT, Facts, Warned, sentence
 from scale_surgery.show.log_lines import LogLines
-from scale_surgery.show.visible import visible_line, visible_text
+from scale_surgery.visible import visible_line, visible_text
 
 
 class VisibleConsole(Console):
@@ -181,9 +180,3 @@ class Output:
                 progress.update(task, advance=advance, note=visible_line(shown))
 
             yield report
-
-
-def to_json(result: Any) -> dict[str, Any]:
-    """Return a result as plain JSON values."""
-    content: dict[str, Any] = result.to_json() if hasattr(result, "to_json") else plain_json(asdict(result))
-    return content

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import finished_file
 from scale_surgery.show.palette import BLUE, GREY, VERMILION
-from scale_surgery.show.visible import visible_text
+from scale_surgery.visible import visible_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

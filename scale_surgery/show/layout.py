@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.segment import Segments
 from rich.table import Column, Table
 from rich.text import Text
 
-from scale_surgery.show.visible import visible_line
+from scale_surgery.visible import visible_line
 
 # blanks between two columns
 GAP = 2
@@ -105,3 +105,10 @@ class NamedRows:
         for place, cells in enumerate(rows):
             table.add_row(*cells, style="dim" if self.has_header and not place else "")
         return table
+
+
+def render_step(number: int, title: str, command: str | None) -> RenderableType:
+    """Render the heading of a step, with the command to type."""
+    # on one line, so that it can be copied
+    shown = [Text(f"$ {command}", style="dim", no_wrap=True, overflow="ignore"), Text()] if command else []
+    return Group(Text(), sentence(f"{number}. {title}", "bold cyan"), *shown)

@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from scale_surgery.show.palette import FEW_COLOURS, LIGHT, OTHERS_COLOUR, PATH_COLOURS
-from scale_surgery.show.visible import visible_line, visible_text
+from scale_surgery.visible import visible_line, visible_text
 
 OPENING, CLOSING = "⟦", "⟧"
 # least weight of the path to which a token is attributed

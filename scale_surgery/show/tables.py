@@ -10,15 +10,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
+from scale_surgery.command_lines import command
 from scale_surgery.errors import counted, in_one_line, name_some
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.specs import Widths
-from scale_surgery.show.commands import command, verify_command
+from scale_surgery.show.commands import verify_command
 from scale_surgery.show.layout import NEXT, Facts, NamedRows, Warned, heading, sentence
-from scale_surgery.show.visible import visible
+from scale_surgery.visible import visible
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from scale_surgery.surgery.expand import Expansion
     from scale_surgery.surgery.route import Routed
     from scale_surgery.surgery.strip import Stripped
-    from scale_surgery.training.arguments import TrainingSchedule
     from scale_surgery.training.result import Training
+    from scale_surgery.training.settings import TrainingSchedule
 
 
 def format_bytes(count: float) -> str:

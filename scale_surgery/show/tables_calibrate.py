@@ -10,10 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.command_lines import command
 from scale_surgery.errors import counted
 from scale_surgery.folder.routers import is_default, is_even, weights_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
-from scale_surgery.show.commands import command, verify_command
+from scale_surgery.show.commands import verify_command
 from scale_surgery.show.layout import NEXT, Facts, PlainTable
 from scale_surgery.show.tables import format_nats
 

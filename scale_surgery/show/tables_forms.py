@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
+from scale_surgery.command_lines import command
 from scale_surgery.errors import counted, name_some
 from scale_surgery.folder.routers import describe_router
-from scale_surgery.show.commands import command, verify_command
+from scale_surgery.show.commands import verify_command
 from scale_surgery.show.layout import NEXT, Facts
 from scale_surgery.show.tables import finished, format_bytes
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from scale_surgery.command_lines import command
 from scale_surgery.errors import counted
-from scale_surgery.show.commands import command, running_command, verify_command
-from scale_surgery.show.layout import NEXT, Facts, NamedRows, heading, sentence
+from scale_surgery.show.commands import running_command, verify_command
+from scale_surgery.show.layout import NEXT, Facts, NamedRows, heading, render_step, sentence
 from scale_surgery.show.log_lines import format_left
 from scale_surgery.show.tables import (
     format_bytes,
@@ -23,7 +24,6 @@ from scale_surgery.show.tables import (
     render_warnings,
 )
 from scale_surgery.show.tables_calibrate import render_calibration
-from scale_surgery.show.tables_demo import render_step
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.show.tables_rank_layers import render_ranking
 from scale_surgery.show.tables_verify import render_verification

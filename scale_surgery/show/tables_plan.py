@@ -15,6 +15,7 @@ from scale_surgery.planning.selection import format_layers
 from scale_surgery.planning.stock import fused_problems, stock_problems
 from scale_surgery.planning.treatments import treatment_rows
 from scale_surgery.show.layout import Facts, NamedRows, heading
+from scale_surgery.show.method_rows import METHOD_ROWS
 from scale_surgery.show.tables import describe_head, format_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         *_new_tokens(plan),
         *_odd(plan),
         *treatment_rows(plan.architecture, _added_by_layer(plan)),
-        *plan.method.rows(plan),
+        *METHOD_ROWS[plan.request.method](plan),
         ("parameters", f"+{costs.parameters_added:,} on {costs.parameters_before:,} ({share:.1%})"),
         ("in one layer", f"+{costs.parameters_per_layer:,}" + (" at most" if is_mixed else "")),
         *_outside_layers(plan),
@@ -111,8 +112,11 @@ def _none(problems: Iterable[Problem]) -> str:
 
 def _stock_form(plan: Plan) -> str:
     stock = plan.costs.stock
-    if (itself := plan.method.stock_form(plan)) is not None:
-        return itself
+    if plan.method.adds_layers:
+        caution = (
+            "; a program must read its layer_types, and not go by numbers" if plan.architecture.layer_types else ""
+        )
+        return f"the folder itself: {plan.family} with more layers, no code of ours{caution}"
     if stock is None:
         return _none(stock_problems(plan.architecture, plan.sizes, plan.widths))
     added = stock.parameters - plan.costs.parameters_before

@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scale_surgery.command_lines import command
 from scale_surgery.errors import counted
-from scale_surgery.show.commands import command, expand_options
+from scale_surgery.show.commands import expand_options
 from scale_surgery.show.layout import NEXT, Facts, PlainTable
 from scale_surgery.show.tables import render_warnings
 

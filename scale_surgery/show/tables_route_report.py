@@ -12,7 +12,7 @@ from scale_surgery.errors import counted
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.show.layout import NamedRows, heading, sentence
 from scale_surgery.show.path_colours import Colouring, Legend, PathMarks, choose_colours, has_colour
-from scale_surgery.show.visible import visible
+from scale_surgery.visible import visible
 
 if TYPE_CHECKING:
     from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute

@@ -19,8 +19,9 @@ from scale_surgery.running.loading import translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import loaded_speaker, open_subject
-from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
+from scale_surgery.training.base_samples import begin_tokens, sample_texts
 from scale_surgery.training.kept_samples import identity_in, kept_or_drawn, made_of
+from scale_surgery.training.sampling import Sampling
 
 # settings that apply, since samples are drawn from the base's whole distribution
 SAMPLED_BY = ("max_new_tokens", "temperature", "seed")

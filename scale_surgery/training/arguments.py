@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.running.device import choose_device, has_bfloat16
 from scale_surgery.running.options import RunOptions
-from scale_surgery.training.settings import TrainingSettings
+from scale_surgery.training.settings import TrainingSchedule, TrainingSettings
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -21,31 +21,6 @@ PARTS_OF_A_RUN = 10
 MOST_STEPS_BETWEEN_LOGS = 10
 # share and least number of warm-up steps; AdamW's mean of squared gradients is noisy before ten steps
 WARM_UP, LEAST_WARM_UP = 0.06, 10
-
-
-@dataclass(frozen=True)
-class TrainingSchedule:
-    """The schedule of a run, known before its first step.
-
-    Attributes:
-        steps: Optimizer steps.
-        warmup_steps: Steps of the warm-up; a shorter run ends within it.
-        learning_rate: Highest learning rate of any step; None if the settings leave it to the model.
-        sequences: Sequences to learn.
-        tokens: Scored tokens in them.
-        passes: Passes over them.
-        rehearses: Description of the rehearsal text; empty without rehearsal.
-        precision: Precision of a base stored in bfloat16; empty for other bases.
-    """
-
-    steps: int
-    warmup_steps: int
-    learning_rate: float | None
-    sequences: int
-    tokens: int
-    passes: float
-    rehearses: str = ""
-    precision: str = ""
 
 
 @dataclass(frozen=True)

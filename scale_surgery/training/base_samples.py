@@ -6,10 +6,9 @@ The file has one JSON object per sample and line, with the text for people and t
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.reading import read_bytes
-from scale_surgery.errors import DataError, Problem, TrainingError, counted, problems_of
+from scale_surgery.errors import DataError, Problem, TrainingError, problems_of
 from scale_surgery.folder.folder import Folder
 from scale_surgery.progress import Finding, Progress, Track
 from scale_surgery.running.context import choose_length, context_of
@@ -33,69 +32,11 @@ from scale_surgery.text.documents import read_questions
 from scale_surgery.text.sequences import Sequences, concatenate
 from scale_surgery.text.tokenizing import pack, tokenize_prompts
 from scale_surgery.training.kept_samples import OwnText, identity_of, kept_or_drawn, made_of
+from scale_surgery.training.sampling import Sampling, sampling_of
 from scale_surgery.training.settings import TrainingSettings
 
-# samples in one call of generate; fewer if sequences are long, because KV caches take memory
-TOGETHER, TOKENS_TOGETHER = 64, 16_384
-# sampled tokens as a share of the rehearsed ones, so that each is read about twice; and most texts. Measured on the
-# shipped model (benchmarks/rehearsal.md)
-DRAWN, MOST_TEXTS = 0.5, 800
 # tokens per row after which the speed is known; seconds of remaining time that are worth a line
 TIMED, WAIT = 4, 10.0
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of the sampler.
-
-    Attributes:
-        count: Most texts.
-        length: Most tokens of a text, including the first.
-        temperature: Temperature of the distribution.
-        seed: Seed of everything random.
-        enough: Tokens of all texts after which sampling stops. Default: all texts are sampled.
-    """
-
-    count: int
-    length: int
-    temperature: float
-    seed: int
-    enough: int | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Upper limit or estimate of the tokens of all texts."""
-        most = self.count * self.length
-        return most if self.enough is None else min(most, self.enough)
-
-    def rows(self, begins: int) -> int:
-        """Return the number of texts in one call of generate, given the number of prompts."""
-        least = self.count if self.enough is None else min(self.count, math.ceil(self.enough / self.length))
-        return max(1, min(TOGETHER, TOKENS_TOGETHER // self.length, math.ceil(least / begins)))
-
-    def describe(self, begins: int = 1) -> str:
-        """Describe the samples before they are drawn."""
-        texts, rows = counted(self.count, "text"), self.rows(begins)
-        drawn = texts if self.enough is None else f"about {self.tokens:,} tokens in at most {texts}"
-        return f"the base writes {drawn}, {rows:,} at once" if rows > 1 else f"the base writes {drawn}"
-
-
-def sampling_of(settings: TrainingSettings, batches: int, sequence: int, length: int) -> Sampling:
-    """Return the sampler's settings for a run.
-
-    Args:
-        settings: Settings of the run.
-        batches: Forward passes with rehearsal, of all processes.
-        sequence: Tokens of a sequence to learn.
-        length: Most tokens of a sample.
-    """
-    how = (length, settings.rehearsal_temperature, settings.seed)
-    if settings.rehearsal_samples is not None:
-        return Sampling(settings.rehearsal_samples, *how)
-    rows = batches * settings.rehearsed_rows
-    # if texts are not packed, each sample is a sequence
-    count = MOST_TEXTS if settings.packing else min(MOST_TEXTS, math.ceil(rows * DRAWN))
-    return Sampling(count, *how, enough=math.ceil(rows * sequence * DRAWN))
 
 
 def write_own_text(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
@@ -22,9 +22,7 @@ from scale_surgery.folder.parts import hash_parts
 from scale_surgery.folder.record import Manifest, tool_versions
 from scale_surgery.progress import Finding, Track
 from scale_surgery.text.sequences import Sequences
-
-if TYPE_CHECKING:
-    from scale_surgery.training.base_samples import Sampling
+from scale_surgery.training.sampling import Sampling
 
 # keys of a config that do not affect the base's computation
 NOT_COMPUTED = (

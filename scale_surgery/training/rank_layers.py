@@ -21,7 +21,8 @@ from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.request import Request, complete
+from scale_surgery.planning.methods import complete
+from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import choose_length, context_of

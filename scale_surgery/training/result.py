@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import LOG_FILE
-from scale_surgery.training.arguments import TrainingSchedule
 from scale_surgery.training.run_folder import CURVES_FILE, TrainingRun, last_measured
-from scale_surgery.training.settings import SAMPLE
+from scale_surgery.training.settings import SAMPLE, TrainingSchedule
 
 if TYPE_CHECKING:
     from scale_surgery.text.sequences import Sequences

@@ -14,7 +14,6 @@ from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength, 
 
 if TYPE_CHECKING:
     from scale_surgery.planning.plan import Plan
-    from scale_surgery.training.arguments import TrainingSchedule
 
 TensorGroup = Literal[
     "w12", "w21", "w22", "w11", "gates", "biases", "norms", "embedding", "head", "new_tokens", "attn", "ffn"
@@ -128,6 +127,31 @@ class EvalData:
 
     old: Sequence[str | Path] = ()
     new: Sequence[str | Path] = ()
+
+
+@dataclass(frozen=True)
+class TrainingSchedule:
+    """The schedule of a run, known before its first step.
+
+    Attributes:
+        steps: Optimizer steps.
+        warmup_steps: Steps of the warm-up; a shorter run ends within it.
+        learning_rate: Highest learning rate of any step; None if the settings leave it to the model.
+        sequences: Sequences to learn.
+        tokens: Scored tokens in them.
+        passes: Passes over them.
+        rehearses: Description of the rehearsal text; empty without rehearsal.
+        precision: Precision of a base stored in bfloat16; empty for other bases.
+    """
+
+    steps: int
+    warmup_steps: int
+    learning_rate: float | None
+    sequences: int
+    tokens: int
+    passes: float
+    rehearses: str = ""
+    precision: str = ""
 
 
 @dataclass(frozen=True)

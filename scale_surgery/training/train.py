@@ -36,7 +36,6 @@ from scale_surgery.running.processes import LONGEST_WAIT
 from scale_surgery.text.sources import parse_source, paths_of
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.arguments import (
-    TrainingSchedule,
     check_device,
     choose_precision,
     describe_rehearsal,
@@ -59,6 +58,7 @@ from scale_surgery.training.settings import (
     SAMPLE,
     SAMPLES_FILE,
     EvalData,
+    TrainingSchedule,
     TrainingSettings,
     TrainingStart,
     check_gates,

@@ -32,10 +32,10 @@ from scale_surgery.checkpoint.shards import computed, write_shard
 from scale_surgery.cli.options import parse_size
 from scale_surgery.fields import fields_of, problems_of
 from scale_surgery.folder.routers import RouterOptions
-from scale_surgery.planning.request import complete
+from scale_surgery.planning.methods import complete
 from scale_surgery.planning.saved import save_plan
-from scale_surgery.show.visible import visible
 from scale_surgery.text.documents import read_documents
+from scale_surgery.visible import visible
 
 # the same examples in every run; `pytest --hypothesis-seed` draws others
 REPEATED = settings(derandomize=True, deadline=None, max_examples=200)

@@ -20,8 +20,8 @@ from scale_surgery.hub import markdown
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.markdown import code, plain
 from scale_surgery.hub.repository import Contents, is_written_card, read_contents
-from scale_surgery.show.visible import visible_line
 from scale_surgery.surgery.expand import expand
+from scale_surgery.visible import visible_line
 from tests.conftest import REQUESTS
 
 PARSER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])

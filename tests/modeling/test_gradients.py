@@ -12,7 +12,7 @@ import torch
 
 from scale_surgery import Request, expand
 from scale_surgery.modeling.expanded_modules import ExpandedModule
-from scale_surgery.planning.scale import idle_tensors
+from scale_surgery.planning.idle import idle_tensors
 from tests.conftest import load
 from tests.each import FEW, mostly, woven
 from tests.routed import random_ids

@@ -12,12 +12,16 @@ import scale_surgery
 from scale_surgery import PlanError, Request, expand, extract, inspect, plan, report, strip, verify
 from scale_surgery.errors import Problem
 from scale_surgery.hub.card import make_card
+from scale_surgery.hub.method_cards import CARDS, ScaleCard
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.method import Resolved
 from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.request import VARIANTS
 from scale_surgery.planning.scale import Scale
 from scale_surgery.planning.selection import select_layers
 from scale_surgery.planning.specs import Collaboration, Widths
+from scale_surgery.show.method_rows import METHOD_ROWS
+from scale_surgery.show.tables_plan import plan_rows
 from tests.command import run
 from tests.conftest import digests, edited, load, problems
 
@@ -32,22 +36,31 @@ class Toy(Scale):
     variants = ("toy-train",)
     options = ()
     verb = "toyed with"
-    source = "It is made up."
 
     def resolve(self, base, request):
         layers = select_layers(request.layers, base.sizes.layers)
         return Resolved(layers, Widths(up_inner_width=8), Collaboration(layers, ("ffn",)))
 
 
+class ToyCard(ScaleCard):
+    """Its part of a model card."""
+
+    source = "It is made up."
+
+
 def test_a_method_of_its_own_goes_the_whole_way(base_of, tmp_path, monkeypatch):
-    """A fourth row of the table."""
+    """A fourth row of each table."""
     monkeypatch.setitem(METHODS, "toy", Toy())
+    monkeypatch.setitem(VARIANTS, "toy", Toy.variants)
+    monkeypatch.setitem(CARDS, "toy", ToyCard())
+    monkeypatch.setitem(METHOD_ROWS, "toy", lambda plan: [("toys", "eight features in each")])
     base = base_of("llama")
     request = Request("0,2", method="toy")
     made = plan(base, request)
     assert made.request == replace(request, variant="toy-train")
     assert {tensor.layer for tensor in made.tensors} == {0, 2}
     assert made.widths == Widths(0, 0, 8)
+    assert ("toys", "eight features in each") in plan_rows(made)
     done = expand(base, made, tmp_path / "toy")
     assert done.plan == made
     verification = verify(done.path, base)
@@ -72,8 +85,14 @@ def test_an_unknown_method_and_options_of_other_methods_are_refused(base_of, mon
     unknown = Problem("value-unfit", "--method", value="'toy'", kind="one of: scale, grow, depth")
     assert problems(plan, base_of("llama"), Request("1", method="toy"), error=PlanError) == [unknown]
     monkeypatch.setitem(METHODS, "toy", Toy())
+    monkeypatch.setitem(VARIANTS, "toy", Toy.variants)
     foreign = Problem("option-of-other-method", "--copies", value=3, owner="grow")
     assert problems(plan, base_of("llama"), Request("1", method="toy", copies=3), error=PlanError) == [foreign]
+
+
+def test_every_method_has_its_variants_its_card_and_its_rows():
+    assert list(METHODS) == list(VARIANTS) == list(CARDS) == list(METHOD_ROWS)
+    assert all(method.variants == VARIANTS[name] for name, method in METHODS.items())
 
 
 def asked_by_name(folder: Path) -> list[str]:

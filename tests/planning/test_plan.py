@@ -25,9 +25,8 @@ from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.base import Base, sizes_of_blocks
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.plan import Plan, plan_expansion
-from scale_surgery.planning.request import Request
+from scale_surgery.planning.request import RATIO, WIDTH, Request
 from scale_surgery.planning.saved import save_plan
-from scale_surgery.planning.scale import RATIO, WIDTH
 from scale_surgery.planning.specs import Widths
 from scale_surgery.show.tables_plan import plan_rows
 from tests.command import run

@@ -36,9 +36,9 @@ from scale_surgery.routing.report import route_report, write_tokens
 from scale_surgery.routing.token_texts import TextReader, token_texts
 from scale_surgery.show.pages.routing import render_page, write_page
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
-from scale_surgery.show.visible import visible, visible_line, visible_text
 from scale_surgery.text.documents import Document
 from scale_surgery.text.tokenizing import tokenize
+from scale_surgery.visible import visible, visible_line, visible_text
 from tests.command import run
 from tests.conftest import edited, problems, refused, shake, shown
 from tests.each import mostly

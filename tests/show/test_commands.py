@@ -11,7 +11,7 @@ import pytest
 from scale_surgery import Request, RunOptions, expand
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
-from scale_surgery.show.commands import changed_options
+from scale_surgery.command_lines import changed_options
 from scale_surgery.training.settings import TrainingSettings
 from tests.command import run
 from tests.conftest import shake

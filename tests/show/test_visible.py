@@ -26,9 +26,9 @@ from scale_surgery.show.figures import image_of, save_figure
 from scale_surgery.show.layout import Facts, NamedRows, PlainTable
 from scale_surgery.show.pages import filling as pages
 from scale_surgery.show.pages.report import write_page
-from scale_surgery.show.visible import visible_line, visible_text
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import Stripped
+from scale_surgery.visible import visible_line, visible_text
 from tests.command import run
 from tests.conftest import edited, name_base
 

@@ -21,8 +21,7 @@ from scale_surgery.evidence.verification import Verification
 from scale_surgery.evidence.verify import verify
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
-from scale_surgery.planning.grow import COPIES
-from scale_surgery.planning.request import Request
+from scale_surgery.planning.request import COPIES, Request
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract

@@ -14,7 +14,8 @@ from scale_surgery.progress import no_track
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.text.documents import read_documents
-from scale_surgery.training.base_samples import Sampling, begin_tokens, sample_texts
+from scale_surgery.training.base_samples import begin_tokens, sample_texts
+from scale_surgery.training.sampling import Sampling
 from tests.command import run
 from tests.composed import make_speaking
 from tests.conftest import Bars, load, problems, refused

@@ -19,15 +19,13 @@ from scale_surgery.show.log_lines import LogLines
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.training.base_samples import (
-    MOST_TEXTS,
-    Sampling,
     begin_tokens,
     sample_base,
     sample_texts,
-    sampling_of,
 )
 from scale_surgery.training.kept_samples import kept_or_drawn
 from scale_surgery.training.result import Training
+from scale_surgery.training.sampling import MOST_TEXTS, Sampling, sampling_of
 from scale_surgery.training.settings import SAMPLES_FILE
 from tests.conftest import Bars, edited, flip, load, refused
 from tests.training.test_train import write_lines

@@ -17,7 +17,7 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.learning.recipe import AUTO, Recipe
 from scale_surgery.learning.stages import Work, stages_of
-from scale_surgery.planning.request import complete
+from scale_surgery.planning.methods import complete
 from scale_surgery.planning.selection import select_layers
 from scale_surgery.show.figures import ranking_figure
 from scale_surgery.show.tables_rank_layers import next_command

@@ -12,8 +12,8 @@ import pytest
 from scale_surgery import Plan, Request, RunOptions, TrainingSettings, TrainingStart, expand, plan, train
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.folder.record import read_manifest
-from scale_surgery.training.arguments import TrainingSchedule
 from scale_surgery.training.rates import default_rate, with_rate
+from scale_surgery.training.settings import TrainingSchedule
 from tests.training.test_train import ask, write_lines
 
 ADAPT = {"variant": "adapt", "collaborate": "both"}

@@ -38,7 +38,6 @@ from scale_surgery.text.sequences import Sequences, concatenate
 from scale_surgery.text.tokenizing import pack
 from scale_surgery.training import rehearsal
 from scale_surgery.training.base_samples import (
-    Sampling,
     as_documents,
     as_learned,
     begin_tokens,
@@ -53,6 +52,7 @@ from scale_surgery.training.rehearsal import (
     logits_beside_base,
     make_rehearsal,
 )
+from scale_surgery.training.sampling import Sampling
 from scale_surgery.training.settings import SAMPLES_FILE, check_settings
 from tests.conftest import digests, load, problems, refused, shake
 from tests.training.test_train import ask, expansion, same, stopping_at, write_lines

@@ -22,8 +22,9 @@ from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import pack, tokenize
-from scale_surgery.training.arguments import TrainingSchedule, training_schedule
+from scale_surgery.training.arguments import training_schedule
 from scale_surgery.training.result import LossChange, loss_warnings
+from scale_surgery.training.settings import TrainingSchedule
 from scale_surgery.training.train import MOST_SAMPLED, sample_of
 from tests.command import run
 from tests.conftest import digests, edited, load, problems

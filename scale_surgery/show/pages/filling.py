@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.show.visible import visible_line
+from scale_surgery.visible import visible_line
 
 
 def fill(template: str, **content: object) -> str:

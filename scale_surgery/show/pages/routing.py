@@ -14,7 +14,7 @@ from scale_surgery.folder.routers import describe_router
 from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.palette import DARK, LIGHT, OTHERS_COLOUR, PATH_COLOURS, Palette
 from scale_surgery.show.path_colours import Colouring, choose_colours
-from scale_surgery.show.visible import visible, visible_line, visible_text
+from scale_surgery.visible import visible, visible_line, visible_text
 
 if TYPE_CHECKING:
     from scale_surgery.routing.records import FileRoute, RouteReport, TokenRoute
