@@ -81,7 +81,7 @@ def card_of(made: tuple[Contents, dict[str, Any]], value: str, base_text: str | 
     return make_card(replace(contents, record=record), "lab/wide", base_text, None, filled_certificate).text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(hostile)
 @example("\n# Owned\n\n[click](http://evil)\n<script>alert(1)</script>\n")
 @example("a | b | c")

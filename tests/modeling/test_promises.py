@@ -72,24 +72,27 @@ MANY = ("law", "medicine", "music", "chess")
 # mixtures beside which an MLP stands in some of the layers
 MOE = ("first", "second", "late", "whole")
 ONE = ("law", "medicine", "chess", "deep", "without_up_stream", "without_heads", "without_inner")
-LLAMA = [Form("llama", MANY[:count]) for count in (1, 2, 4)]
+LLAMA = [Form("llama", MANY[:count]) for count in (1, 2)]
+# each family, dtype, way of attention and kind of expansion once; of these the rest is slow
 KEPT = [
     *LLAMA,
     Form("llama", ("precise",), "bfloat16"),
     Form("llama", ("deep", "without_up_stream")),
-    Form("llama", ("medicine", "gated")),
     Form("gemma3_text", ("law", "medicine"), "bfloat16"),
-    Form("olmo2", ("deep", "medicine")),
     Form("gpt_neox", ("medicine", "without_heads"), "bfloat16"),
     Form("phi3", ("medicine", "without_up_stream")),
     Form("gpt2", ("medicine", "without_inner"), "bfloat16"),
-    Form("qwen3_moe", MOE),
-    Form("opt", ("law", "medicine"), "bfloat16"),
-    Form("llama", ("law",), "bfloat16", "eager"),
+    Form("qwen3_moe", MOE[::3]),
     Form("phi3", ("deep",), "float32", "eager"),
     Form("gpt2", ("law",), "float16", "eager"),
 ]
 OTHERS = [
+    Form("llama", MANY),
+    Form("llama", ("medicine", "gated")),
+    Form("olmo2", ("deep", "medicine")),
+    Form("qwen3_moe", MOE),
+    Form("opt", ("law", "medicine"), "bfloat16"),
+    Form("llama", ("law",), "bfloat16", "eager"),
     *(Form(family, (name,), FORM_OF[family][0]) for family, name in product(FAMILIES, ONE)),
     *(Form(family, MANY[:count], FORM_OF[family][0]) for family, count in product(WAYS, (2, 4))),
     *(Form("qwen3_moe", MOE[:count]) for count in (1, 2)),
@@ -446,7 +449,7 @@ def test_recoverable(pair_of, tmp_path, family, dtype, tied):
 
 # ---- the negative controls: each spoils one thing, and the function says which promise is gone
 
-each_count = pytest.mark.parametrize("form", mostly(LLAMA, LLAMA[1].__eq__), ids=str)
+each_count = pytest.mark.parametrize("form", mostly([*LLAMA, Form("llama", MANY)], LLAMA[1].__eq__), ids=str)
 
 
 @each_count

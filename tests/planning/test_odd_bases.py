@@ -17,6 +17,7 @@ from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.running.loading import loaded
 from tests.command import run
 from tests.conftest import digests, edited, problems, refusal, refused
+from tests.each import mostly
 from tests.tiny import save_tiny
 
 EMBEDDING, HEAD, NEW_ROWS = "model.embed_tokens.weight", "lm_head.weight", "lm_head.expansions.default.new_rows"
@@ -123,7 +124,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize("method", mostly(SETTINGS, ("fp8", "").__contains__))
 def test_a_quantization_config_that_is_left_over_is_named(tmp_path, method):
     base = save_tiny(tmp_path / "base", "llama")
     with edited(base / "config.json") as config:

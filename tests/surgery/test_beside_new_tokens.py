@@ -14,6 +14,7 @@ from scale_surgery import (
     CheckpointError,
     CosineRouter,
     PosteriorRouter,
+    Probes,
     Request,
     TrainingSettings,
     compose,
@@ -32,6 +33,7 @@ from tests.conftest import digests, problems, shake
 from tests.tiny import save_tiny
 
 ROWS = 1200
+QUICK = Probes(max_new_tokens=0)
 NAMES = ("words", "law")
 REQUESTS = {
     "words": Request("0,2", variant="adapt", new_tokens=NewTokens(("Xylophone", " Zürich")), name="words"),
@@ -82,8 +84,8 @@ def test_each_is_merged_and_trained_beside_the_other(
 ) -> None:
     # named as one who stands in the folder does
     monkeypatch.chdir(place / "both")
-    merge(".", tmp_path / "deep" / "fused", name=name)
-    merge(place / name, tmp_path / "alone")
+    merge(".", tmp_path / "deep" / "fused", name=name, probes=QUICK)
+    merge(place / name, tmp_path / "alone", probes=QUICK)
     weights = [
         {file: digest for file, digest in digests(folder).items() if file.endswith(".safetensors")}
         for folder in (tmp_path / "deep" / "fused", tmp_path / "alone")
@@ -129,15 +131,15 @@ def test_what_is_changed_in_the_folder_is_seen_whichever_is_taken_out(place: Pat
 def test_a_mixture_does_not_claim_to_begin_as_the_base(place: Path, tmp_path: Path) -> None:
     expand(place / "base", REQUESTS["words"], tmp_path / "words")
     route_export(tmp_path / "words", tmp_path / "routed", PosteriorRouter())
-    result = verify(tmp_path / "routed")
+    result = verify(tmp_path / "routed", probes=QUICK)
     claims = {promise.name: promise.claimed for promise in result.promises}
     assert result.passed and not claims["output_at_init"] and not claims["old_vocabulary"]
-    assert {promise.name for promise in verify(tmp_path / "words").promises if promise.claimed} >= {
+    assert {promise.name for promise in verify(tmp_path / "words", probes=QUICK).promises if promise.claimed} >= {
         "output_at_init",
         "old_vocabulary",
     }, "the control"
     # a router that gives out one path as it is mixes nothing
-    result = verify(route_export(tmp_path / "words", tmp_path / "cosine", CosineRouter()).path)
+    result = verify(route_export(tmp_path / "words", tmp_path / "cosine", CosineRouter()).path, probes=QUICK)
     assert result.passed and {"output_at_init", "old_vocabulary"} <= {
         promise.name for promise in result.promises if promise.claimed
     }
