@@ -38,9 +38,9 @@ from scale_surgery.text.documents import read_documents
 from scale_surgery.visible import visible
 
 # the same examples in every run; `pytest --hypothesis-seed` draws others
-REPEATED = settings(derandomize=True, deadline=None, max_examples=200)
+REPEATED = settings(derandomize=True, deadline=None, max_examples=80)
 # files of one test are written one over the other
-IN_ONE_FOLDER = settings(REPEATED, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_ONE_FOLDER = settings(REPEATED, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ANY_TEXT = st.text(st.characters(), max_size=20)  # halves of characters too
 WORDS = st.sampled_from(["model", "layers", "1", "after", "..", ".", "a", "", "/", "\\", "\0", "\ud800", "x" * 300])
 COPIED = st.sets(st.integers(0, 12)).map(lambda layers: tuple(sorted(layers)))

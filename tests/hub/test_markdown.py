@@ -107,7 +107,7 @@ def test_without_escapes_it_would(made, value, monkeypatch):
     assert structure(card_of(made, value).split("---\n", 2)[2]) != plainly
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(hostile)
 def test_a_cell_holds_a_value_and_no_more(value):
     page = f"| a | b |\n|---|---|\n| {plain(value)} | {code(value)} |\n| {plain(value)} | 1 |\n"
@@ -118,7 +118,7 @@ def test_a_cell_holds_a_value_and_no_more(value):
     assert not re.search(r"(?<!\\)://|www\.|(?<!\\)@", plain(value), re.IGNORECASE)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.sampled_from(["license", "license_name", "license_link"]), hostile.filter(bool), max_size=3))
 def test_metadata_parse_to_the_values_that_were_given(made, licence):
     """The licence comes from the base's own card, whose metadata may hold any text."""

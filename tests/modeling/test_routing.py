@@ -166,7 +166,7 @@ PRIORS = ((0.5, 0.5), (0.01, 0.99), (0.999, 0.001), (0.5, 0.3, 0.2), (0.1, 0.2, 
 RATES = (0.0, 1e-6, 0.01, 0.3, 0.5, 0.9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     scale=st.sampled_from((0.1, 3.0, 1000.0)),
@@ -336,7 +336,7 @@ def excess(router: Any, z_p: Tensor, z_a: Tensor, ids: Tensor) -> float:
     return float(total - min(losses(log_probabilities(path), ids).sum() for path in (z_p, z_a)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=texts(), prior=st.sampled_from((0.5, 0.5, 0.01, 0.3, 0.9)))
 @example(text=ADVERSARIAL["preserve first"], prior=0.5)
 @example(text=ADVERSARIAL["adapt first"], prior=0.5)
@@ -368,7 +368,7 @@ def cheapest_switching(z_p: Tensor, z_a: Tensor, ids: Tensor, rate: float) -> fl
     return min(best)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=texts(), rate=st.sampled_from((1e-4, 0.01, 0.3)))
 @example(text=ADVERSARIAL["preserve first"], rate=0.01)
 @example(text=ADVERSARIAL["adapt first"], rate=0.01)

@@ -512,7 +512,7 @@ def test_packing_covers_every_token_once(lengths: list[int], length: int) -> Non
     st.lists(st.integers(1, 60), min_size=1, max_size=5),
     st.integers(2, 20).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length - 1))),
 )
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_striding_scores_every_token_once(lengths: list[int], window: tuple[int, int]) -> None:
     length, step = window
     sequences = sequences_of(lengths)
