@@ -46,13 +46,7 @@ ROOMS = [
 # imports that are still to be cut, with the reason why each is still here; the list only gets shorter
 SHOWN = "show names the results that it draws, and stands before the rooms that return them"
 LEFT = {
-    "hub.repository imports hub.card": "only the type Card",
-    "modeling imports planning.architecture": "what does not travel in modeling/__init__ reads an architecture",
     "modeling.expanded_routers imports modeling.expanded_routing": "both travel, and the first is read without torch",
-    "planning.depth imports planning.plan": "training.load_model asks plan.method.guards(plan)",
-    "planning.grow imports planning.plan": "training.load_model asks plan.method.guards(plan)",
-    "planning.method imports planning.plan": "training.load_model asks plan.method.guards(plan)",
-    "planning.scale imports planning.plan": "training.load_model asks plan.method.guards(plan)",
     "show.answers imports talking.records": SHOWN,
     "show.figure_calibration imports routing.calibrate": SHOWN,
     "show.figure_calibration imports routing.outcome": SHOWN,

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from scale_surgery import modeling
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_file, hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
@@ -18,6 +17,7 @@ from scale_surgery.folder.check import added_files, bytes_of_model, check_integr
 from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.parts import described_parts, part_readers
 from scale_surgery.folder.record import Manifest
+from scale_surgery.planning.exported import is_ours
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Progress, no_progress
@@ -96,7 +96,7 @@ def bytes_to_check(folder: Folder, base: Checkpoint | None) -> int:
     """Return the number of bytes that `check_files` reads, for a progress bar."""
     total = bytes_of_model(folder)
     # each copy is made again for the comparison
-    guards = (tensor for plan in folder.manifest.plans.values() for tensor in plan.method.guards(plan))
+    guards = (tensor for plan in folder.manifest.plans.values() for tensor in plan.guards)
     total += sum(tensor.bytes for tensor in guards if tensor.init == "copy")
     return total + (sum(info.bytes for info in base.tensors.values()) if base is not None else 0)
 
@@ -152,7 +152,7 @@ def _unreleased(folder: Folder) -> Iterator[str]:
     """Generate the code files that no release of this program wrote, regardless of surgery.json."""
     facts = folder.manifest.first_plan.architecture
     for file in folder.side_files:
-        if file.endswith(".py") and not modeling.is_ours(file, hash_file(folder.path / file), facts):
+        if file.endswith(".py") and not is_ours(file, hash_file(folder.path / file), facts):
             yield file
 
 
@@ -160,7 +160,7 @@ def _changed_guards(folder: Folder, advance: Progress) -> list[str]:
     """Return the guards (see `Method.guards`) that changed since the expansion, a line each."""
     problems: list[str] = []
     for plan in folder.manifest.plans.values():
-        guards = plan.method.guards(plan)
+        guards = plan.guards
         copies = [tensor for tensor in guards if tensor.init == "copy"]
         problems += _not_constant(folder, plan, guards)
         problems += _not_copies(folder, plan, copies, advance)

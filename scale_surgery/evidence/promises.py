@@ -85,7 +85,7 @@ def promises_of(manifest: Manifest) -> tuple[str, ...]:
 
 def _is_exact(manifest: Manifest) -> bool:
     """Return True if an untrained expansion changes no bit of the output."""
-    return all(plan.method.is_exact_at_init(plan) for plan in manifest.plans.values())
+    return all(plan.is_exact_at_init for plan in manifest.plans.values())
 
 
 def _fused(promise: Promise, drift: Mapping[str, Any]) -> Promise:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY, STOCK_KEY
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.folder import running_dtype
@@ -19,6 +18,7 @@ from scale_surgery.errors import Problem
 from scale_surgery.folder.joining import fork_of, gram_size, own_columns, shares_head
 from scale_surgery.folder.record import BaseTensor, Manifest
 from scale_surgery.modeling.expanded_routers import Router
+from scale_surgery.planning import exported
 from scale_surgery.planning.architecture import CONFIG_KEYS
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.paths import base_specs, path_problems
@@ -48,9 +48,9 @@ def expanded_config(
         edited = deepened_config(config, {**facts.specs, ORIGIN_KEY: plain_json(asdict(facts.origin))}, architecture)
     else:
         edited = dict(config) | {
-            "architectures": modeling.architectures(architecture),
+            "architectures": exported.architectures(architecture),
             "model_type": architecture.expanded_type,
-            "auto_map": {**(config.get("auto_map") or {}), **modeling.auto_map(architecture)},
+            "auto_map": {**(config.get("auto_map") or {}), **exported.auto_map(architecture)},
             CONFIG_KEY: {
                 BASE_KEY: {**base_specs(architecture, facts.sizes, config), **_not_loaded(plans)},
                 # in the order of the paths
@@ -101,7 +101,7 @@ def path_problems_of(plan: Plan) -> list[Problem]:
 
 def code_texts(plan: Plan, *, is_fused: bool = False) -> dict[str, str]:
     """Return the texts of the code files of an expanded or fused folder, by their names."""
-    return modeling.code_texts(plan.architecture, plan.architecture.fused_code_files if is_fused else plan.code_files)
+    return exported.code_texts(plan.architecture, plan.architecture.fused_code_files if is_fused else plan.code_files)
 
 
 def hash_texts(texts: Mapping[str, str]) -> dict[str, str]:
@@ -136,9 +136,9 @@ def fused_config(config: Mapping[str, Any], manifest: Manifest) -> dict[str, Any
     return {
         **config,
         **wide,
-        "architectures": modeling.architectures(architecture, "fused"),
+        "architectures": exported.architectures(architecture, "fused"),
         "model_type": architecture.fused_type,
-        "auto_map": {**config["auto_map"], **modeling.auto_map(architecture, "fused")},
+        "auto_map": {**config["auto_map"], **exported.auto_map(architecture, "fused")},
         CONFIG_KEY: fused,
     }
 

@@ -30,9 +30,9 @@ from scale_surgery.checkpoint.records import RecordError, read_record_file, read
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError
 from scale_surgery.folder.record_schema import Certificate, Fused, Run, Size, check_headers
 from scale_surgery.folder.routers import read_router
-from scale_surgery.modeling import is_ours
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.base import Base, BaseFacts, check_facts, check_layers
+from scale_surgery.planning.exported import is_ours
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.tensors import TensorPlan

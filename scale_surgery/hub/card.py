@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.errors import CheckpointError, Problem, counted, problems_of
@@ -17,7 +17,7 @@ from scale_surgery.evidence.rehearsed import rehearsed_text
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.hub.markdown import code, plain
 from scale_surgery.hub.method_cards import CARDS, MethodCard
-from scale_surgery.hub.repository import marked
+from scale_surgery.hub.repository import Card, marked
 from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import get_method
 from scale_surgery.planning.request import Request
@@ -28,18 +28,8 @@ if TYPE_CHECKING:
     from scale_surgery.hub.repository import Contents
     from scale_surgery.planning.plan import Plan
 
-CardOrigin = Literal["written", "own", "kept"]
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-@dataclass(frozen=True)
-class Card:
-    """The text of README.md, its origin, and notes for the user; the text is None if the repository's card stays."""
-
-    text: str | None
-    origin: CardOrigin = "written"
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,13 @@ from scale_surgery.checkpoint.forms import Form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, STOCK_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import HubError, Problem
-from scale_surgery.hub.card import Card, CardOrigin, current_certificate, make_card
+from scale_surgery.hub.card import current_certificate, make_card
 from scale_surgery.hub.check import check_contents
 from scale_surgery.hub.client import check_repo_id, hub_errors, look_at
 from scale_surgery.hub.repository import (
     CARD_FILE,
+    Card,
+    CardOrigin,
     Contents,
     RepositoryFile,
     assemble,

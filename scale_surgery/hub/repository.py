@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import read_json
@@ -39,16 +39,23 @@ from scale_surgery.folder.folder import Folder, open_given, refuse_linked
 from scale_surgery.folder.record import Manifest, read_manifest
 from scale_surgery.folder.record_schema import StockRecord
 
-if TYPE_CHECKING:
-    from scale_surgery.hub.card import Card
-
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
 
 
 FileOrigin = Literal["base", "model", "written"]
+CardOrigin = Literal["written", "own", "kept"]
 CARD_FILE = "README.md"
 RECORD_OF: dict[Form, str] = {"stock": STOCK_FILE}
 UNFINISHED_SUFFIXES = (".tmp", ".lock", ".partial.json")
+
+
+@dataclass(frozen=True)
+class Card:
+    """The text of README.md, its origin, and notes for the user; the text is None if the repository's card stays."""
+
+    text: str | None
+    origin: CardOrigin = "written"
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

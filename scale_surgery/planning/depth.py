@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
@@ -25,9 +25,6 @@ from scale_surgery.planning.selection import select_layers
 from scale_surgery.planning.specs import FORMAT, Spec
 from scale_surgery.planning.stored import layer_path
 from scale_surgery.planning.tensors import NewTensor, TensorPlan
-
-if TYPE_CHECKING:
-    from scale_surgery.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -104,9 +101,9 @@ class Depth(Method):
         """Nothing is decomposed, and training reaches down to the lowest copy."""
         return estimate_depth(base, specs, tensors)
 
-    def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
+    def guards(self, tensors: Sequence[TensorPlan], head: Sequence[TensorPlan]) -> tuple[TensorPlan, ...]:
         """Tensors whose zeros keep a copy from adding anything."""
-        return tuple(tensor for tensor in plan.tensors if tensor.init in ("zero", "mute"))
+        return tuple(tensor for tensor in tensors if tensor.init in ("zero", "mute"))
 
     def start(self, changed: int) -> str:
         """Describe whether copies still add nothing."""

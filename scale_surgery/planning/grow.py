@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.architecture import Architecture
@@ -14,9 +14,6 @@ from scale_surgery.planning.request import COPIES, VARIANTS, Request
 from scale_surgery.planning.selection import select_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
-
-if TYPE_CHECKING:
-    from scale_surgery.planning.plan import Plan
 
 DEFAULT_COPIES = 2
 # halving is exact in these, but for subnormal numbers
@@ -70,13 +67,13 @@ class Grow(Method):
             grown = {"expanded": grown_specs(specs["expanded"], copies, trains_base=trains)}
         return {**specs, **grown, "variant": request.variant, "dtype": None}
 
-    def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
+    def guards(self, tensors: Sequence[TensorPlan], head: Sequence[TensorPlan]) -> tuple[TensorPlan, ...]:
         """Every new tensor in a layer: each is a copy that has to stay one."""
-        return tuple(tensor for tensor in plan.tensors if tensor.layer is not None)
+        return tuple(tensor for tensor in tensors if tensor.layer is not None)
 
-    def is_exact_at_init(self, plan: Plan) -> bool:
+    def is_exact_at_init(self, request: Request, tensors: Sequence[TensorPlan]) -> bool:
         """Two copies count a half each, and halves are exact; other shares are rounded."""
-        return plan.request.copies == 2 and {tensor.dtype for tensor in plan.tensors} <= set(HALVING_DTYPES)
+        return request.copies == 2 and {tensor.dtype for tensor in tensors} <= set(HALVING_DTYPES)
 
     def start(self, changed: int) -> str:
         """Describe whether copies still equal the base's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from scale_surgery.errors import Problem
 from scale_surgery.planning.base import Base
@@ -13,9 +13,6 @@ from scale_surgery.planning.costs import Costs, count_costs
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.specs import Collaboration, Spec, Widths
 from scale_surgery.planning.tensors import NewTensor, TensorPlan, new_tensors
-
-if TYPE_CHECKING:
-    from scale_surgery.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -83,10 +80,10 @@ class Method(ABC):
         return count_costs(base, specs, tensors, request.svd)
 
     @abstractmethod
-    def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
-        """New tensors that keep the output the base's as long as they keep their initial values."""
+    def guards(self, tensors: Sequence[TensorPlan], head: Sequence[TensorPlan]) -> tuple[TensorPlan, ...]:
+        """Return the new tensors that keep the output the base's as long as they keep their initial values."""
 
-    def is_exact_at_init(self, plan: Plan) -> bool:
+    def is_exact_at_init(self, request: Request, tensors: Sequence[TensorPlan]) -> bool:
         """Return True if the initial output equals the base's bit for bit, not only up to rounding."""
         return True
 

@@ -150,6 +150,16 @@ class Plan:
         others = [tensor for tensor in self.tensors if not tensor.name.endswith(".new_rows")]
         return tuple(tensor for tensor in others if not tensor.name.startswith(inside))
 
+    @property
+    def guards(self) -> tuple[TensorPlan, ...]:
+        """New tensors that keep the output the base's as long as they keep their initial values."""
+        return self.method.guards(self.tensors, self.head_parts)
+
+    @property
+    def is_exact_at_init(self) -> bool:
+        """True if the initial output equals the base's bit for bit, not only up to rounding."""
+        return self.method.is_exact_at_init(self.request, self.tensors)
+
     def stored_name(self, name: str) -> str:
         """Name that a tensor has in the files, where layers are duplicated or not."""
         return name if self.numbering is None else self.numbering.stored(name)

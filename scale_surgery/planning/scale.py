@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from scale_surgery.errors import PlanError, Problem, counted
 from scale_surgery.fields import fields_of
@@ -15,9 +15,6 @@ from scale_surgery.planning.request import NO_LAYERS, RATIO, VARIANTS, WIDTH, Re
 from scale_surgery.planning.selection import format_layers, select_layers
 from scale_surgery.planning.specs import Collaboration, Spec, Widths, build_specs
 from scale_surgery.planning.tensors import TensorPlan
-
-if TYPE_CHECKING:
-    from scale_surgery.planning.plan import Plan
 
 # inner features of an MLP over features of the residual stream
 USUAL_INNER = 4
@@ -102,11 +99,11 @@ class Scale(Method):
         kept = "float32" if request.dtype == "float32" else None
         return {**specs, "variant": request.variant, "dtype": kept}
 
-    def guards(self, plan: Plan) -> tuple[TensorPlan, ...]:
+    def guards(self, tensors: Sequence[TensorPlan], head: Sequence[TensorPlan]) -> tuple[TensorPlan, ...]:
         """W12 and the head's up part, which start at zero."""
         # by name, as the model's classes find them; the block in a record may be wrong
-        heads = {tensor.name for tensor in plan.head_parts}
-        return tuple(tensor for tensor in plan.tensors if tensor.name.endswith(".w12") or tensor.name in heads)
+        heads = {tensor.name for tensor in head}
+        return tuple(tensor for tensor in tensors if tensor.name.endswith(".w12") or tensor.name in heads)
 
     def start(self, changed: int) -> str:
         """Describe whether W12 and the head's up part are still zero."""

@@ -18,6 +18,7 @@ from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.planning.architecture import Architecture
+from scale_surgery.planning.exported import model_classes
 from scale_surgery.running.stored_names import reading_of
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def check_shareable(model: Any) -> None:
 
 def check_class(model: Any, architecture: Architecture) -> None:
     """Check that a model has one of an architecture's stock classes, or an expanded class of these."""
-    classes = [made for name, made in modeling.model_classes(architecture).items() if name != "AutoConfig"]
+    classes = [made for name, made in model_classes(architecture).items() if name != "AutoConfig"]
     stock = {made.__bases__[1] for made in classes}
     # the code in a model's folder defines a class of the same name
     if type(model) in stock or (is_expanded(model) and type(model).__name__ in {made.__name__ for made in classes}):

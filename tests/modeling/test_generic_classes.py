@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from scale_surgery import Request, expand, modeling
 from scale_surgery.checkpoint.names import CODE_FILES
 from scale_surgery.modeling import configuration_scale, modeling_scale
+from scale_surgery.planning import exported
 from scale_surgery.running.stored_names import reading_of
 from tests.by_hand import Names, make_base, save_base
 from tests.composed import OTHERS
@@ -86,17 +87,17 @@ def test_a_class_is_made_once_of_the_stock_one():
 
 
 def test_names_that_config_json_gets():
-    assert modeling.auto_map(INTERN) == {
+    assert exported.auto_map(INTERN) == {
         "AutoConfig": "configuration_scale.ScaleInternLM3Config",
         "AutoModel": "modeling_scale.ScaleLlamaModel_of_InternLM3Config",
         "AutoModelForCausalLM": "modeling_scale.ScaleLlamaForCausalLM_of_InternLM3Config",
     }
-    assert modeling.architectures(INTERN) == ["ScaleLlamaForCausalLM_of_InternLM3Config"]
-    classes = modeling.model_classes(INTERN)
+    assert exported.architectures(INTERN) == ["ScaleLlamaForCausalLM_of_InternLM3Config"]
+    classes = exported.model_classes(INTERN)
     assert classes["AutoModelForCausalLM"].config_class is classes["AutoConfig"]
     assert classes["AutoModelForCausalLM"] is not modeling_scale.ScaleLlamaForCausalLM
     names = Names("gemma3_text", "Gemma3TextConfig", {"AutoModelForCausalLM": "Gemma3ForCausalLM"})
-    assert modeling.auto_map(names)["AutoModelForCausalLM"] == "modeling_scale.ScaleGemma3ForCausalLM"
+    assert exported.auto_map(names)["AutoModelForCausalLM"] == "modeling_scale.ScaleGemma3ForCausalLM"
 
 
 @pytest.mark.slow
@@ -107,7 +108,7 @@ def test_every_causal_language_model_of_transformers_has_a_class():
         names = Names(model_type, config.__name__, {"AutoModelForCausalLM": stock})
         # the language model inside another model is no model of that type
         if mapping[config].config_class not in config.sub_configs.values():
-            model_class = modeling.model_classes(names)["AutoModelForCausalLM"]
+            model_class = exported.model_classes(names)["AutoModelForCausalLM"]
             assert model_class.__bases__[1] is mapping[config] and model_class.config_class.__bases__[0] is config
             assert model_class.config_class.model_type == f"scale_{config.model_type}"
 
