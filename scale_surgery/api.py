@@ -32,7 +32,8 @@ from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRoute
 from scale_surgery.planning.new_tokens import NewTokens, TokenSource
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
-from scale_surgery.routing.calibrate import Calibration, route_calibrate
+from scale_surgery.routing.calibrate import route_calibrate
+from scale_surgery.routing.calibration import Calibration
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.routing.records import RouteReport
 from scale_surgery.routing.report import route_report

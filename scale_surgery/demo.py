@@ -218,7 +218,7 @@ def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
 
 def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
     """Run the whole job with the command `learn`."""
-    from scale_surgery.show.tables_learn import render_learned
+    from scale_surgery.learning.tables import render_learned
 
     _write_people(folder)
     base, rate = folder / "biographies", LEARNING_RATES["learn"]

@@ -32,38 +32,21 @@ ROOMS = [
     "folder",
     "surgery",
     "evidence",
-    "show",
+    "drawing",
     "training",
     "routing",
     "talking",
-    "learning",
     "hub",
+    "show",
+    "learning",
     "api",
     "demo",
     "cli",
     "__main__",
 ]
 # imports that are still to be cut, with the reason why each is still here; the list only gets shorter
-SHOWN = "show names the results that it draws, and stands before the rooms that return them"
 LEFT = {
     "modeling.expanded_routers imports modeling.expanded_routing": "both travel, and the first is read without torch",
-    "show.answers imports talking.records": SHOWN,
-    "show.figure_calibration imports routing.calibrate": SHOWN,
-    "show.figure_calibration imports routing.outcome": SHOWN,
-    "show.figures imports training.ranking": SHOWN,
-    "show.pages.learned imports learning.learned": SHOWN,
-    "show.pages.routing imports routing.records": SHOWN,
-    "show.tables imports training.result": SHOWN,
-    "show.tables imports training.settings": SHOWN,
-    "show.tables_calibrate imports routing.calibrate": SHOWN,
-    "show.tables_calibrate imports routing.outcome": SHOWN,
-    "show.tables_learn imports learning.estimate": SHOWN,
-    "show.tables_learn imports learning.hold_out": SHOWN,
-    "show.tables_learn imports learning.learned": SHOWN,
-    "show.tables_push imports hub.push": SHOWN,
-    "show.tables_push imports talking.serve": SHOWN,
-    "show.tables_rank_layers imports training.ranking": SHOWN,
-    "show.tables_route_report imports routing.records": SHOWN,
 }
 
 

@@ -29,7 +29,7 @@ def chat_command(model: str, compare: bool, out: Output, **options: Any) -> None
     Example: scale-surgery chat ROUTED
     """
     from scale_surgery.running.options import RunOptions
-    from scale_surgery.talking.chat import chat
+    from scale_surgery.show.chat import chat
     from scale_surgery.talking.records import Look
     from scale_surgery.talking.settings import GenerationSettings
 

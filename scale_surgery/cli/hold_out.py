@@ -32,7 +32,7 @@ def hold_out_command(files: tuple[str, ...], output: Path, out: Output, **option
     Example: scale-surgery hold-out domain.jsonl -o texts
     """
     from scale_surgery.learning.hold_out import hold_out
-    from scale_surgery.show.tables_learn import render_held_out
+    from scale_surgery.learning.tables import render_held_out
 
     done = hold_out(files, output, take_fields(HoldOutSettings, options), track=out.track)
     out.show(done, render_held_out(done))

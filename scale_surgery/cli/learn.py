@@ -123,7 +123,7 @@ def learn_command(
     from scale_surgery.checkpoint.staging import check_output_files
     from scale_surgery.learning.learn import JobEvents, default_output, inputs_of, prepare, resolve_recipe, run
     from scale_surgery.learning.recipe_file import write_recipe as write
-    from scale_surgery.show.tables_learn import (
+    from scale_surgery.learning.tables import (
         render_estimate,
         render_learned,
         render_lines,

@@ -68,7 +68,8 @@ def rank_layers_command(
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%
     """
     from scale_surgery.checkpoint.staging import check_output_files
-    from scale_surgery.show.figures import ranking_figure, save_figure
+    from scale_surgery.drawing.figures import save_figure
+    from scale_surgery.show.figure_ranking import ranking_figure
     from scale_surgery.show.tables_rank_layers import render_ranking
     from scale_surgery.text.sources import paths_of
     from scale_surgery.training.rank_layers import rank_layers

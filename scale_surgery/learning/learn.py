@@ -275,8 +275,8 @@ def _do(stage: Stage, job: Job, track: Track) -> Any:
 
 
 def _write_page(job: Job, last: Stage, report: Any, seconds: float) -> None:
+    from scale_surgery.learning.page import render_learned_page
     from scale_surgery.show.pages.filling import write
-    from scale_surgery.show.pages.learned import render_learned_page
 
     done = {last.name: {"line": last.call(job.record.kept).line, "seconds": seconds}}
     job.record.seconds = time.monotonic() - job.started

@@ -40,7 +40,8 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
 from scale_surgery.progress import Track
-from scale_surgery.routing.calibrate import Calibration, route_calibrate
+from scale_surgery.routing.calibrate import route_calibrate
+from scale_surgery.routing.calibration import Calibration
 from scale_surgery.routing.choice import CalibrationSettings
 from scale_surgery.running.learned_tokens import ChosenTokens
 from scale_surgery.running.new_tokens import find_new_tokens

@@ -10,11 +10,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.files import finished_file, plain_json
+from scale_surgery.checkpoint.files import finished_file
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
@@ -25,18 +24,18 @@ from scale_surgery.folder.record import read_manifest
 from scale_surgery.folder.routers import is_even, routing_of, weights_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.progress import Track, no_track
+from scale_surgery.routing.calibration import Calibration
 from scale_surgery.routing.choice import (
     CalibrationSettings,
     Limits,
     RouterChoice,
     ask_for,
     choose,
-    given_options,
     read_limits,
 )
 from scale_surgery.routing.outcome import Outcome
 from scale_surgery.routing.sweep import SweepTexts, sweep_model
-from scale_surgery.running.options import Dtype, RunOptions
+from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.route import set_routing
 
 if TYPE_CHECKING:
@@ -45,85 +44,6 @@ if TYPE_CHECKING:
 
 # problem of a missing side, by side
 SIDES = {"old": "old-text-missing", "new": "new-text-missing"}
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The result of `route_calibrate`.
-
-    Attributes:
-        path: The model.
-        name: Name of the model.
-        paths: Names of the router's paths, the base's first.
-        base: Scores of its base model.
-        adapt: Scores of its adapt path alone; for a composed model, of the best path of each window.
-        present: Scores with the present setting.
-        proposed: Scores with the proposed setting: see `route_calibrate`.
-        best: Scores with the best allowed setting, even if the present one stays.
-        loosest: Scores with the best of all settings, without limits on texts and short prompts.
-        limits: Limits of the best setting, and its needed gain.
-        needed_gain: Nats per token that the best must learn more than the present one, to replace it.
-        is_within: True if the proposed setting forgets at most `most_forgetting`.
-        outcomes: Every setting in the order of its numbers, including those named above.
-        most_forgetting: Nats per token of old text that may be lost against the base.
-        old: Files of old text.
-        new: Files of new text.
-        sequence_length: Most tokens of a window.
-        step: Tokens from one window of a long text to the next.
-        dtype: Dtype that weights were cast to; None for the stored dtype.
-        plot: File of the figure, or None.
-        written: True if the proposed setting was written into the model; False if the model already had it.
-        reading: The options that reproduce this reading of the texts.
-    """
-
-    path: Path
-    name: str
-    paths: tuple[str, ...]
-    base: Outcome
-    adapt: Outcome
-    present: Outcome
-    proposed: Outcome
-    best: Outcome
-    loosest: Outcome
-    limits: Limits
-    needed_gain: float
-    is_within: bool
-    outcomes: tuple[Outcome, ...]
-    most_forgetting: float
-    old: tuple[str, ...]
-    new: tuple[str, ...]
-    sequence_length: int
-    step: int
-    dtype: Dtype | None
-    plot: Path | None
-    written: bool
-    reading: tuple[str, ...] = ()
-
-    @property
-    def has_several(self) -> bool:
-        """True if the model has several expansions."""
-        return len(self.paths) > 2
-
-    @property
-    def ask(self) -> str | None:
-        """The options that allow the loosest setting; None if it learns no more than the best, or is allowed."""
-        if self.limits.allows(self.loosest) or self.loosest.learning <= self.best.learning:
-            return None
-        return ask_for(self.loosest, self.limits, self.needed_gain)
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The options that reproduce this sweep."""
-        return (*given_options(self.limits, self.present), *self.reading)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain JSON values."""
-        content = {field.name: getattr(self, field.name) for field in fields(self)}
-        outcomes = {"outcomes": [outcome.to_json() for outcome in self.outcomes]}
-        single = {name: outcome.to_json() for name, outcome in content.items() if isinstance(outcome, Outcome)}
-        content |= {"limits": asdict(self.limits), "ask": self.ask}
-        # JSON has no infinity, so it becomes a text
-        return plain_json(content | single | outcomes)
 
 
 def route_calibrate(
@@ -262,8 +182,8 @@ def _numbers(outcome: Outcome) -> tuple[Any, ...]:
 
 def _write(result: Calibration) -> None:
     """Write the setting and the plot, both or none."""
-    from scale_surgery.show.figure_calibration import calibration_figure
-    from scale_surgery.show.figures import save_figure
+    from scale_surgery.drawing.figures import save_figure
+    from scale_surgery.routing.figure import calibration_figure
 
     try:
         with ExitStack() as stack:

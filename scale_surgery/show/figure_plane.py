@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.drawing.figures import save_figure, tidy
+from scale_surgery.drawing.palette import BLUE, GREY, INK, VERMILION
 from scale_surgery.errors import DataError, Problem
-from scale_surgery.show.figures import save_figure, tidy
-from scale_surgery.show.palette import BLUE, GREY, INK, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from typing import Literal
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from scale_surgery.show.palette import FEW_COLOURS, LIGHT, OTHERS_COLOUR, PATH_COLOURS
+from scale_surgery.drawing.palette import FEW_COLOURS, LIGHT, OTHERS_COLOUR, PATH_COLOURS
 from scale_surgery.visible import visible_line, visible_text
 
 OPENING, CLOSING = "⟦", "⟧"

@@ -19,7 +19,7 @@ from scale_surgery.show.layout import NEXT, Facts, PlainTable
 from scale_surgery.show.tables import format_nats
 
 if TYPE_CHECKING:
-    from scale_surgery.routing.calibrate import Calibration
+    from scale_surgery.routing.calibration import Calibration
     from scale_surgery.routing.outcome import Outcome
     from scale_surgery.running.loss import Measurement
 

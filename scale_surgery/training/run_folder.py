@@ -171,7 +171,7 @@ class TrainingRun:
 
     def draw(self, log: Log) -> None:
         """Draw the curves, only once: a figure takes as long as many steps of a small model."""
-        from scale_surgery.show.figures import plot_training
+        from scale_surgery.drawing.figures import plot_training
 
         plot_training([dict(entry) for entry in log], self.folder / CURVES_FILE)
 

@@ -38,13 +38,13 @@ from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.errors import Problem
 from scale_surgery.learning import estimate
 from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, _promised, prepare, run
+from scale_surgery.learning.page import _sections
 from scale_surgery.learning.stages import stages_of
+from scale_surgery.learning.tables import render_estimate, render_lines
 from scale_surgery.progress import Progress, no_progress
 from scale_surgery.running.learned_tokens import choose_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.show.pages.learned import _sections
-from scale_surgery.show.tables_learn import render_estimate, render_lines
 from scale_surgery.text.documents import Document
 from scale_surgery.training.run_folder import NEW_LOSS, read_log
 from tests import command

@@ -36,8 +36,10 @@ from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.folder.routers import router_of, weights_of
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
-from scale_surgery.routing.calibrate import Calibration, route_calibrate
+from scale_surgery.routing.calibrate import route_calibrate
+from scale_surgery.routing.calibration import Calibration
 from scale_surgery.routing.choice import Limits, choose, given_options, propose, read_limits
+from scale_surgery.routing.figure import calibration_figure
 from scale_surgery.routing.outcome import MeanWithError, Outcome, ShortPrompt, ShortPrompts, mean_with_error
 from scale_surgery.routing.path_scores import (
     PathLosses,
@@ -53,7 +55,6 @@ from scale_surgery.routing.path_scores import (
 from scale_surgery.routing.short_prompts import Beginnings, beginnings
 from scale_surgery.routing.sweep import Measured, Reference, round_threshold, settings_of
 from scale_surgery.running.loss import Measurement
-from scale_surgery.show.figure_calibration import calibration_figure
 from scale_surgery.show.tables_calibrate import choose_shown, render_calibration
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.tokenizing import collate, pad, stride, tokenize

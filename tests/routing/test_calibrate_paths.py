@@ -17,8 +17,9 @@ from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.folder.routers import is_even, router_of, weights_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
-from scale_surgery.routing.calibrate import Calibration, route_calibrate
-from scale_surgery.show.figure_calibration import calibration_figure
+from scale_surgery.routing.calibrate import route_calibrate
+from scale_surgery.routing.calibration import Calibration
+from scale_surgery.routing.figure import calibration_figure
 from scale_surgery.show.tables_calibrate import render_calibration
 from tests.command import run
 from tests.composed import Made, mixed

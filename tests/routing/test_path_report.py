@@ -13,11 +13,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from scale_surgery.drawing.palette import DARK, LIGHT, PATH_COLOURS
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.routing.records import DocumentRoute, FileRoute, RouteReport, TokenRoute, Totals
 from scale_surgery.routing.report import route_report
 from scale_surgery.show.pages.routing import render_page
-from scale_surgery.show.palette import DARK, LIGHT, PATH_COLOURS
 from scale_surgery.show.path_colours import choose_colours, leading
 from scale_surgery.show.tables_route_report import render_route_report
 from tests.composed import Made

@@ -15,11 +15,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 from scale_surgery import DataError
+from scale_surgery.drawing.figures import plot_training, running_mean, training_figure
 from scale_surgery.evidence.evaluate import Evaluation
 from scale_surgery.evidence.evaluate_models import MeterKind, Score
 from scale_surgery.running.loss import Measurement
 from scale_surgery.show.figure_plane import plane_figure, plot_plane
-from scale_surgery.show.figures import plot_training, running_mean, training_figure
 from tests.conftest import refused
 
 BASE = "model (base)"
@@ -182,7 +182,7 @@ def test_matplotlib_is_left_as_it_was(tmp_path: Path) -> None:
     plot_training(log(8), tmp_path / "curves.png")
     assert dict(matplotlib.rcParams) == before
     code = (
-        "import sys; from pathlib import Path; from scale_surgery.show.figures import plot_training\n"
+        "import sys; from pathlib import Path; from scale_surgery.drawing.figures import plot_training\n"
         "assert 'matplotlib' not in sys.modules\n"
         "plot_training([{'step': 1, 'loss': 2.0}], Path(sys.argv[1]))\n"
         "import matplotlib\n"

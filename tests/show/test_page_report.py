@@ -16,14 +16,14 @@ import torch
 from jinja2 import UndefinedError
 
 from scale_surgery import PosteriorRouter, Report, Request, expand, report
+from scale_surgery.drawing.figures import MOST_MARKERS, Curve
+from scale_surgery.drawing.palette import BLUE, DARK, GREY, LAYERS, LIGHT, VERMILION, Palette
 from scale_surgery.evidence.probes import Layer
 from scale_surgery.evidence.report_records import Norms, Spectrum, Streams, TensorChange, by_layer
-from scale_surgery.show.figures import MOST_MARKERS, Curve
+from scale_surgery.learning.tables import COLUMNS
 from scale_surgery.show.pages.charts import chart_figure, render_chart
 from scale_surgery.show.pages.filling import fill
 from scale_surgery.show.pages.report import Cells, Section, render_headed, render_page, write_page
-from scale_surgery.show.palette import BLUE, DARK, GREY, LAYERS, LIGHT, VERMILION, Palette
-from scale_surgery.show.tables_learn import COLUMNS
 from scale_surgery.show.tables_report import render_report
 from tests.command import run
 from tests.conftest import Bars, shake, shown

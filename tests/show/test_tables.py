@@ -10,11 +10,11 @@ import pytest
 
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.learning.learned import Learned, rows_of
+from scale_surgery.learning.page import _facts
+from scale_surgery.learning.tables import cells_of, render_learned
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.running.learned_tokens import ChosenTokens, SavingToken
-from scale_surgery.show.pages.learned import _facts
 from scale_surgery.show.tables import format_bytes, format_count, render_chosen_tokens
-from scale_surgery.show.tables_learn import cells_of, render_learned
 from tests.conftest import shown
 
 CHOSEN = ChosenTokens(

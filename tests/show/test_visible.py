@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from scale_surgery.drawing.figures import image_of, save_figure
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.report import report
 from scale_surgery.planning.request import Request
 from scale_surgery.progress import Finding
 from scale_surgery.show.console import Output
-from scale_surgery.show.figures import image_of, save_figure
 from scale_surgery.show.layout import Facts, NamedRows, PlainTable
 from scale_surgery.show.pages import filling as pages
 from scale_surgery.show.pages.report import write_page

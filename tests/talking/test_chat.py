@@ -30,9 +30,10 @@ from rich.text import Text
 from scale_surgery import GenerationSettings, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.evidence.eval_targets import open_subjects
+from scale_surgery.show import chat as conversing
 from scale_surgery.show import console
 from scale_surgery.show.answers import SideBySide, choose_marking
-from scale_surgery.talking import chat as conversing
+from scale_surgery.talking import speaker
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.interrupt import interruptible
 from scale_surgery.talking.records import Look
@@ -162,7 +163,7 @@ class Typist(StringIO):
     """Somebody who types, and presses Ctrl-C three times wherever a line of the code is reached first."""
 
     MESSAGES = ("Anna", "/reset", "/help", "/wat")
-    CODE = (str(Path(conversing.__file__).parent), console.__file__)
+    CODE = (conversing.__file__, str(Path(speaker.__file__).parent), console.__file__)
 
     def __init__(self) -> None:
         super().__init__()

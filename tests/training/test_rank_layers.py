@@ -19,7 +19,7 @@ from scale_surgery.learning.recipe import AUTO, Recipe
 from scale_surgery.learning.stages import Work, stages_of
 from scale_surgery.planning.methods import complete
 from scale_surgery.planning.selection import select_layers
-from scale_surgery.show.figures import ranking_figure
+from scale_surgery.show.figure_ranking import ranking_figure
 from scale_surgery.show.tables_rank_layers import next_command
 from scale_surgery.surgery.expand import expand
 from scale_surgery.training.rank_layers import check_budget, propose_layers, read_budget

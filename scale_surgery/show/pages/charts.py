@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scale_surgery.drawing.figures import PANELS, Curve, draw_curve, image_of, tidy, training_curves
+from scale_surgery.drawing.palette import BLUE, GREY, LAYERS, VERMILION
 from scale_surgery.planning.methods import METHODS
-from scale_surgery.show.figures import PANELS, Curve, draw_curve, image_of, tidy, training_curves
-from scale_surgery.show.palette import BLUE, GREY, LAYERS, VERMILION
 from scale_surgery.show.tables_report import GROUPS
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scale_surgery.drawing.palette import DARK, LIGHT
 from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.pages.charts import Chart, collaboration_charts, run_charts, spectrum_charts, stream_charts
 from scale_surgery.show.pages.filling import fill, write
-from scale_surgery.show.palette import DARK, LIGHT
 from scale_surgery.show.tables_report import (
     GROUPS,
     NONE,

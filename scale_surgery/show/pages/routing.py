@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from scale_surgery.drawing.palette import DARK, LIGHT, OTHERS_COLOUR, PATH_COLOURS, Palette
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.show.pages.filling import fill, write
-from scale_surgery.show.palette import DARK, LIGHT, OTHERS_COLOUR, PATH_COLOURS, Palette
 from scale_surgery.show.path_colours import Colouring, choose_colours
 from scale_surgery.visible import visible, visible_line, visible_text
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scale_surgery.learning.tables import COLUMNS, cells_of
 from scale_surgery.show.pages.report import Cells, Fact, Section, render_headed
 from scale_surgery.show.tables import format_count, format_seconds
-from scale_surgery.show.tables_learn import COLUMNS, cells_of
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report

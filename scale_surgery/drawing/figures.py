@@ -1,4 +1,4 @@
-"""Curves for files and pages, and the figures of a training run and of a ranking. pyplot is not used."""
+"""Curves for files and pages, and the figure of a training run. pyplot is not used."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import finished_file
-from scale_surgery.show.palette import BLUE, GREY, VERMILION
+from scale_surgery.drawing.palette import BLUE, GREY, VERMILION
 from scale_surgery.visible import visible_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-
-    from scale_surgery.training.ranking import Ranking
 
 
 DOTS_PER_INCH = 160
@@ -168,25 +166,3 @@ def tidy(axes: Axes) -> None:
     axes.tick_params(color=GREY, labelsize=9)
     axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
-
-
-def ranking_figure(result: Ranking) -> Figure:
-    """Draw the change of each layer from left to right, with the proposed layers in another colour and shape."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
-    width, height = PANEL_SIZE
-    figure = Figure(figsize=(width, height + 0.7), layout="constrained")
-    axes = figure.subplots()
-    # no bars: they would start at zero, and hide small differences between layers
-    for name, marker, colour, is_in in (("proposed", "s", BLUE, True), ("other", "o", GREY, False)):
-        layers = [layer for layer in result.layers if (layer.layer in result.proposed) is is_in]
-        x, y = [layer.layer for layer in layers], [layer.change for layer in layers]
-        axes.scatter(x, y, marker=marker, color=colour, label=name)
-    axes.set(xlabel="layer", ylabel="|W' - W| / |W|")
-    axes.margins(y=0.12)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    tidy(axes)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    return figure

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.drawing.figures import tidy
+from scale_surgery.drawing.palette import GREY, INK, VERMILION
 from scale_surgery.folder.routers import is_even, weights_of
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter
-from scale_surgery.show.figures import tidy
-from scale_surgery.show.palette import GREY, INK, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.collections import PathCollection
     from matplotlib.figure import Figure
 
-    from scale_surgery.routing.calibrate import Calibration
+    from scale_surgery.routing.calibration import Calibration
     from scale_surgery.routing.outcome import Outcome
 
 PANEL_WIDTH, HEIGHT = 5.2, 5.0

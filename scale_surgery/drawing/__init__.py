@@ -1,0 +1,1 @@
+"""Figures and colours: numbers in, a picture out; no result type is known here."""
