@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def report_command(
     expanded: Path, texts: tuple[Path, ...], outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
 ) -> None:
-    """Show the effect of training on EXPANDED: norms and effective ranks of new tensors, and drift of hidden states.
+    """Show the effect of training on EXPANDED: norms of new tensors, and drift of hidden states.
 
     Norms are Frobenius norms. Drift is the largest absolute difference between the model's base stream and the hidden
     states of the base model. The cosine between the two is a mean over tokens. Texts have the formats of train: text

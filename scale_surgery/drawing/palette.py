@@ -41,8 +41,6 @@ DARK = Palette(
 )
 # colours of figures: legible on white and on the dark page, and colour-blind-safe (Okabe and Ito 2008)
 BLUE, VERMILION, GREY, INK = "#0072b2", "#d55e00", "#7b7b7b", "#222222"
-# colours of layers, from the lowest to the highest
-LAYERS = (BLUE, "#7a68cc", "#b255b0", "#cf5070", VERMILION)
 
 # colours of paths, the base's first: hues of Okabe and Ito, light enough for dark text. They are colour-blind-safe;
 # more than eight could not be distinguished.

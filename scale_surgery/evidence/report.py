@@ -1,7 +1,7 @@
 """The effect of training on an expanded checkpoint: the size of each block, and the drift of the base stream.
 
 surgery.json, base tensors --initialisation of expand-->    the initial values of each tensor
-expansion tensors          --norms, effective ranks-->      its change
+expansion tensors          --norms-->                       its change
 probe text                 --both models-->                 drift and cosine of the base stream, layer by layer
 
 Nothing is written: the page is made by `show.pages.report`.
@@ -39,8 +39,7 @@ def report(
 ) -> Report:
     """Report the effect of training on an expansion.
 
-    Norms are Frobenius norms; the effective rank is exp of the entropy of the normalised singular values (Roy and
-    Vetterli 2007). Each block is compared with its initial values, computed again from the base inside.
+    Norms are Frobenius norms. Each block is compared with its initial values, computed again from the base inside.
 
     Args:
         expanded: Folder of the expanded checkpoint.

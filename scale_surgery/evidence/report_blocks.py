@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensor
-from scale_surgery.evidence.report_records import Norms, Spectrum, TensorChange
-from scale_surgery.evidence.spectra import effective_rank, norm_of, singular_values
+from scale_surgery.evidence.report_records import Norms, TensorChange
 from scale_surgery.folder.folder import Folder
 from scale_surgery.planning.architecture import Block, Linear
 from scale_surgery.planning.plan import Plan
@@ -29,10 +28,9 @@ if TYPE_CHECKING:
 
     from scale_surgery.tensors.initialise import Initialiser
 
-# reported singular values of a spectrum; a plot cannot show more
-SPECTRUM_POINTS = 64
-SPECTRUM_BLOCK = "w21"
 LinearOfBlock = tuple[Block, Linear]
+# numbers converted to float64 at a time, 64 MiB
+CHUNK_ELEMENTS = 1 << 23
 
 
 @dataclass
@@ -179,11 +177,6 @@ def _measure(
 ) -> TensorChange:
     """Measure a matrix, or a vector as one column, against its initial values; an untrained tensor equals them."""
     change = now.double() - start.double()
-    values = _values(now)
-    start_values = _values(start) if is_trained else values
-    spectrum = None
-    if tensor.block == SPECTRUM_BLOCK and values is not None and start_values is not None:
-        spectrum = _spectrum(start_values, values)
     return TensorChange(
         name=tensor.name,
         layer=tensor.layer,
@@ -193,10 +186,6 @@ def _measure(
         init=tensor.init,
         shape=tuple(now.shape)[: len(tensor.shape)],
         norms=Norms(norm_of(now), norm_of(start), norm_of(change), base_norm),
-        rank=_rank(values),
-        start_rank=_rank(start_values),
-        change_rank=_rank(_values(change)) if is_trained else None,
-        spectrum=spectrum,
         is_trained=is_trained,
     )
 
@@ -209,20 +198,9 @@ def _separation(copies: Tensor, original: Tensor) -> float | None:
     return norm_of(apart) / whole if whole else None
 
 
-def _values(matrix: Tensor) -> Tensor | None:
-    """Return the singular values of a matrix; None for a vector, and for NaN or infinity."""
-    if matrix.dim() < 2 or min(matrix.shape) == 1 or not matrix.isfinite().all():
-        return None
-    return singular_values(matrix)
+def norm_of(tensor: Tensor) -> float:
+    """Compute the Frobenius norm ||A||_F, the root of the sum of squares, added up in float64."""
+    import torch
 
-
-def _rank(values: Tensor | None) -> float | None:
-    return None if values is None else effective_rank(values)
-
-
-def _spectrum(start: Tensor, now: Tensor) -> Spectrum:
-    """Return singular values at no more than SPECTRUM_POINTS ranks, evenly spaced, including the first and the last."""
-    count, points = len(now), min(len(now), SPECTRUM_POINTS)
-    places = [round(point * (count - 1) / max(1, points - 1)) for point in range(points)]
-    ranks = tuple(place + 1 for place in places)
-    return Spectrum(ranks, tuple(start[places].tolist()), tuple(now[places].tolist()))
+    chunks = torch.split(tensor.detach().reshape(-1), CHUNK_ELEMENTS)
+    return math.sqrt(sum(float(chunk.double().square().sum()) for chunk in chunks))

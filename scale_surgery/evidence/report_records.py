@@ -21,15 +21,6 @@ ADDED = ("norm", "start_norm", "change")
 
 
 @dataclass(frozen=True)
-class Spectrum:
-    """Singular values of a block at some of its ranks, which count from 1: initial and present."""
-
-    ranks: tuple[int, ...]
-    start: tuple[float, ...]
-    now: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Norms:
     """Frobenius norms of a tensor, or of several taken as one.
 
@@ -74,10 +65,6 @@ class TensorChange:
         init: Its initialisation: svd, zero, mean, ...
         shape: Its shape, or that of the rows.
         norms: Its norms.
-        rank: Its effective rank; None for a vector, and for zeros.
-        start_rank: Initial effective rank.
-        change_rank: Effective rank of its change.
-        spectrum: Its singular values, for a W21.
         is_trained: True if its bytes differ from those that the expansion wrote.
         separation: For copies in a grown model, norm of their difference from their present original over its norm;
             None for other tensors.
@@ -91,17 +78,8 @@ class TensorChange:
     init: str
     shape: tuple[int, ...]
     norms: Norms
-    rank: float | None
-    start_rank: float | None
-    change_rank: float | None
-    spectrum: Spectrum | None
     is_trained: bool
     separation: float | None = None
-
-    @property
-    def full_rank(self) -> int:
-        """The highest possible effective rank."""
-        return min(self.shape)
 
 
 @dataclass(frozen=True)

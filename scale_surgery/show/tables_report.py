@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 NONE = "–"
 GROUPS = {"attn": "attention", "ffn": "FFN"}
 NORM_COLUMNS = ("norm", "change", "relative", "of W")
-RANK_COLUMNS = ("rank", "of change", "full")
 
 
 def render_report(report: Report, *, details: bool = False) -> RenderableType:
@@ -48,11 +47,6 @@ def format_share(value: float | None) -> str:
     if value is None:
         return NONE
     return "0" if value == 0 else f"{value:.0%}" if value >= 10 else f"{value:.1%}"
-
-
-def format_rank(rank: float | None) -> str:
-    """Format an effective rank."""
-    return NONE if rank is None else f"{rank:.1f}"
 
 
 def collaboration(report: Report) -> list[tuple[str, Norms]]:
@@ -129,13 +123,12 @@ def _table(first: Sequence[str], numbers: Sequence[str]) -> Table:
 
 
 def _blocks(report: Report) -> RenderableType:
-    """Render each block and role over all layers. Effective ranks are means over layers."""
-    table = _table(("block", "role"), (*NORM_COLUMNS, *RANK_COLUMNS))
+    """Render each block and role over all layers."""
+    table = _table(("block", "role"), NORM_COLUMNS)
     for (block, role), tensors in _by_block(report.tensors).items():
         norms = add_norms(tensor.norms for tensor in tensors)
-        table.add_row(block, role, *_norm_cells(norms), *_rank_cells(tensors))
-    note = "norms over all layers; rank: mean effective rank of a layer"
-    return Group(heading("blocks", note), table)
+        table.add_row(block, role, *_norm_cells(norms))
+    return Group(heading("blocks", "norms over all layers"), table)
 
 
 def _by_block(tensors: Iterable[TensorChange]) -> dict[tuple[str, str], list[TensorChange]]:
@@ -150,13 +143,6 @@ def _by_block(tensors: Iterable[TensorChange]) -> dict[tuple[str, str], list[Ten
 def _norm_cells(norms: Norms) -> tuple[str, str, str, str]:
     shares = (format_share(norms.relative_change), format_share(norms.relative_norm))
     return format_norm(norms.norm), format_norm(norms.change), *shares
-
-
-def _rank_cells(tensors: Sequence[TensorChange]) -> Iterator[str]:
-    """Yield the mean effective ranks of the tensors and of their changes, and the largest possible rank."""
-    for name in ("rank", "change_rank"):
-        yield format_rank(_mean([getattr(tensor, name) for tensor in tensors]))
-    yield NONE if len(tensors[0].shape) < 2 else str(tensors[0].full_rank)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -213,9 +199,9 @@ def _layer_cell(parts: Sequence[Norms]) -> str:
 
 
 def _tensors(report: Report) -> RenderableType:
-    table = _table(("layer", "block", "role"), (*NORM_COLUMNS, *RANK_COLUMNS))
+    table = _table(("layer", "block", "role"), NORM_COLUMNS)
     for tensor in report.tensors:
         layer = "" if tensor.layer is None else str(tensor.layer)
-        table.add_row(layer, tensor.block, tensor.role, *_norm_cells(tensor.norms), *_rank_cells([tensor]))
+        table.add_row(layer, tensor.block, tensor.role, *_norm_cells(tensor.norms))
     above = heading("tensors", "relative: change over norm at the start; of W: over the base weight's norm")
     return Group(above, *_on_copies(report), table)

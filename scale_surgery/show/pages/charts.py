@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scale_surgery.drawing.figures import PANELS, Curve, draw_curve, image_of, tidy, training_curves
-from scale_surgery.drawing.palette import BLUE, GREY, LAYERS, VERMILION
+from scale_surgery.drawing.palette import BLUE, GREY, VERMILION
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.show.tables_report import GROUPS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from scale_surgery.evidence.report_records import Report, Streams, TensorChange
+    from scale_surgery.evidence.report_records import Report, Streams
 
 # in inches; a row of the legend comes to the height
 WIDTH, HEIGHT, ROW = 4.4, 2.7, 0.24
@@ -33,18 +33,16 @@ class Chart:
 
 
 def render_chart(
-    title: str, curves: Sequence[Curve], x_label: str, y_label: str, *, is_log: bool = False, reaches: float | None = 0
+    title: str, curves: Sequence[Curve], x_label: str, y_label: str, *, reaches: float | None = 0
 ) -> Iterator[Chart]:
     """Draw a chart."""
-    shown = [curve for curve in curves if any(math.isfinite(y) and (y > 0 or not is_log) for _, y in curve.points)]
+    shown = [curve for curve in curves if any(math.isfinite(y) for _, y in curve.points)]
     if shown:
-        figure = chart_figure(shown, x_label, y_label, is_log=is_log, reaches=reaches)
+        figure = chart_figure(shown, x_label, y_label, reaches=reaches)
         yield Chart(title, f"{title}: {y_label} over {x_label}", image_of(figure))
 
 
-def chart_figure(
-    curves: Sequence[Curve], x_label: str = "", y_label: str = "", *, is_log: bool = False, reaches: float | None = 0
-) -> Figure:
+def chart_figure(curves: Sequence[Curve], x_label: str = "", y_label: str = "", *, reaches: float | None = 0) -> Figure:
     """The figure of `render_chart`, with a legend where several curves have a name there."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -60,12 +58,9 @@ def chart_figure(
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         places = [place for curve in curves for place, _ in curve.points]
-        if is_log:
-            axes.set_yscale("log", nonpositive="mask")
-        else:
-            axes.ticklabel_format(useOffset=False)
+        axes.ticklabel_format(useOffset=False)
         # the axes span all points, so that a shorter line shows as such
-        height = axes.dataLim.y0 if is_log or reaches is None else reaches
+        height = axes.dataLim.y0 if reaches is None else reaches
         axes.update_datalim([(min(places), height), (max(places), height)])
         axes.autoscale_view()
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
@@ -111,30 +106,3 @@ def stream_charts(streams: Streams) -> Iterator[Chart]:
     drifts = Curve("drift", [(layer.layer, layer.drift) for layer in after], BLUE)
     yield from render_chart("Cosine with the base model's", [cosines], "after layer", "cosine", reaches=1)
     yield from render_chart("Drift from the base model's", [drifts], "after layer", "largest difference")
-
-
-def spectrum_charts(report: Report) -> Iterator[Chart]:
-    """Singular values of W21, a chart for each role."""
-    with_spectrum = [tensor for tensor in report.tensors if tensor.spectrum is not None]
-    for role in dict.fromkeys(tensor.role for tensor in with_spectrum):
-        tensors = _some([tensor for tensor in with_spectrum if tensor.role == role])
-        curves = [curve for place, tensor in enumerate(tensors) for curve in _spectrum_curves(tensor, place)]
-        yield from render_chart(role, curves, "rank", "singular value", is_log=True)
-
-
-def _some(tensors: Sequence[TensorChange]) -> list[TensorChange]:
-    """At most as many as there are colours of layers, evenly spaced, the first and the last among them."""
-    most = len(LAYERS)
-    if len(tensors) <= most:
-        return list(tensors)
-    return [tensors[round(place * (len(tensors) - 1) / (most - 1))] for place in range(most)]
-
-
-def _spectrum_curves(tensor: TensorChange, place: int) -> Iterator[Curve]:
-    spectrum = tensor.spectrum
-    assert spectrum is not None
-    name, colour = f"layer {tensor.layer}", LAYERS[place]
-    if tensor.is_trained:
-        start = list(zip(spectrum.ranks, spectrum.start, strict=True))
-        yield Curve(f"{name} at the start", start, colour, "--", in_legend=False, has_markers=False)
-    yield Curve(name, list(zip(spectrum.ranks, spectrum.now, strict=True)), colour, has_markers=False)

@@ -16,7 +16,7 @@ from scale_surgery.drawing.palette import DARK, LIGHT
 from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.planning.methods import METHODS
-from scale_surgery.show.pages.charts import Chart, collaboration_charts, run_charts, spectrum_charts, stream_charts
+from scale_surgery.show.pages.charts import Chart, collaboration_charts, run_charts, stream_charts
 from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.tables_report import (
     GROUPS,
@@ -25,7 +25,6 @@ from scale_surgery.show.tables_report import (
     describe_measured,
     describe_streams,
     format_norm,
-    format_rank,
     format_share,
     separations,
 )
@@ -33,7 +32,7 @@ from scale_surgery.show.tables_report import (
 if TYPE_CHECKING:
     from scale_surgery.evidence.report_records import Report, Streams, TensorChange
 
-COLUMNS = ("layer", "block", "role", "norm", "change", "relative", "of W", "rank", "at start", "of change", "full")
+COLUMNS = ("layer", "block", "role", "norm", "change", "relative", "of W")
 
 BLOCK = re.compile(r"w\d+")
 
@@ -158,14 +157,8 @@ def _sections(report: Report) -> Iterator[Section]:
     if report.streams is not None:
         yield _stream_section(report.streams)
     for title, tensors in _matrices(report).items():
-        text, tables = _heat_tables(tensors)
-        yield Section(title, text, tables=tables)
-    yield Section(
-        "Spectrum of W21",
-        "Singular values of W21 by role: dashed at the start, as the expansion wrote them, solid now. A few layers are "
-        "shown, from the lowest to the highest.",
-        list(spectrum_charts(report)),
-    )
+        text, table = _heat_table(tensors)
+        yield Section(title, text, tables=[table])
 
 
 def _matrices(report: Report) -> dict[str, list[TensorChange]]:
@@ -179,8 +172,8 @@ def _matrices(report: Report) -> dict[str, list[TensorChange]]:
     return {title: group for title, group in by_title.items() if any(tensor.is_trained for tensor in group)}
 
 
-def _heat_tables(tensors: Sequence[TensorChange]) -> tuple[str, list[HeatTable]]:
-    """Two tables of one block and what they show: how much changed, and in how many directions."""
+def _heat_table(tensors: Sequence[TensorChange]) -> tuple[str, HeatTable]:
+    """Return the table of the changes of one block, and its caption."""
     if all(tensor.norms.start_norm == 0 for tensor in tensors):
         title, text = "Norm over that of W", "It started as zeros: all of it is what training wrote."
         shares = [tensor.norms.relative_norm for tensor in tensors]
@@ -189,17 +182,7 @@ def _heat_tables(tensors: Sequence[TensorChange]) -> tuple[str, list[HeatTable]]
         shares = [tensor.norms.relative_change for tensor in tensors]
     largest = max((share for share in shares if share is not None and math.isfinite(share)), default=0.0)
     changes = [Cell(format_share(share), _shade(share, largest)) for share in shares]
-    ranks = [_rank_cell(tensor) for tensor in tensors]
-    return text, [
-        _table(title, tensors, changes),
-        _table("Effective rank of the change, of the most that it can be", tensors, ranks),
-    ]
-
-
-def _rank_cell(tensor: TensorChange) -> Cell:
-    if tensor.change_rank is None:
-        return Cell(NONE, None)
-    return Cell(f"{tensor.change_rank:.1f}/{tensor.full_rank}", _shade(tensor.change_rank / tensor.full_rank, 1.0))
+    return text, _table(title, tensors, changes)
 
 
 def _shade(value: float | None, most: float) -> int | None:
@@ -232,7 +215,7 @@ def _stream_section(streams: Streams) -> Section:
 
 def _row(tensor: TensorChange) -> tuple[str, ...]:
     """A tensor's row in the table of all tensors, in the order of COLUMNS."""
-    norms, is_matrix = tensor.norms, len(tensor.shape) > 1
+    norms = tensor.norms
     return (
         "" if tensor.layer is None else str(tensor.layer),
         tensor.block,
@@ -241,8 +224,6 @@ def _row(tensor: TensorChange) -> tuple[str, ...]:
         format_norm(norms.change),
         format_share(norms.relative_change),
         format_share(norms.relative_norm),
-        *(format_rank(rank) for rank in (tensor.rank, tensor.start_rank, tensor.change_rank)),
-        str(tensor.full_rank) if is_matrix else NONE,
     )
 
 
@@ -252,8 +233,4 @@ def _terms(report: Report) -> Iterator[str]:
     yield (
         "Norms are Frobenius norms. Relative: norm of the change since the expansion over the norm at the start. Of W: "
         "norm over that of the base weight beside it."
-    )
-    yield (
-        "The effective rank is exp of the entropy of the singular values divided by their sum (Roy and Vetterli 2007): "
-        "1 where one direction has all the weight, the smaller side of the matrix where all have the same."
     )
