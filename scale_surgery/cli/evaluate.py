@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command(name="evaluate", cls=Headed)
 @click.argument("models", nargs=-1, required=True)
 @click.option("--old", multiple=True, type=TEXTS, help=OLD_HELP)
-@click.option("--new", multiple=True, type=TEXTS, help="New text, to measure learning; can be repeated.")
+@click.option("--new", multiple=True, type=TEXTS, help="New text, to measure learning. Can be repeated.")
 @reading_options("MODELS")
 @files_option(
     ".json",

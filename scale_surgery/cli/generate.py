@@ -51,13 +51,13 @@ def look_options(command: Decorator) -> Decorator:
 
 @click.command(name="generate", cls=Headed, first=("prompts", "files", "samples", "outputs", "compare"))
 @model_options
-@click.option("--prompt", "prompts", multiple=True, help="Prompt to answer; can be repeated.")
+@click.option("--prompt", "prompts", multiple=True, help="Prompt to answer. Can be repeated.")
 @click.option(
     "--prompts",
     "files",
     multiple=True,
     type=TEXTS,
-    help='File of prompts, one a line, or JSONL with {"prompt"} or {"question"}; can be repeated.',
+    help='File of prompts, one a line, or JSONL with {"prompt"} or {"question"}. Can be repeated.',
 )
 @click.option(
     "--samples",

@@ -79,7 +79,7 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 
 @click.command(name="learn", cls=Headed, first=("data", "old", "output", "layers", "preset"))
 @click.argument("model", required=False)
-@click.option("--data", multiple=True, help="Text to learn: a file, a folder or a dataset of the Hub; can be repeated.")
+@click.option("--data", multiple=True, help="Text to learn: a file, a folder or a dataset of the Hub. Can be repeated.")
 @click.option("--old", multiple=True, help=OLD_HELP)
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder of the job. Default: ./<name>-learn.")
 @options_from(Request, *EXPANSION, helps=HELPS, usual=USUAL)
@@ -87,7 +87,12 @@ def _from_options(options: dict[str, Any]) -> dict[str, Any]:
 @options_from(RankingSettings, *RANKING, helps=HELPS)
 @options_from(TrainingSettings, *TRAINING, helps=HELPS, usual=USUAL)
 @options_from(Recipe, *TOP)
-@click.option("--preset", type=click.Choice(get_args(PresetName)), help="Set of initial settings.  [default: default]")
+@click.option(
+    "--preset",
+    type=click.Choice(get_args(PresetName)),
+    help="Set of initial settings. default: the last quarter of the layers and a router. one-path: gates and rehearsal "
+    "in all layers, without a router. paper: the run of arXiv 2511.03270, with its cosine router.  [default: default]",
+)
 @click.option("--recipe", type=click.Path(path_type=Path), help="YAML file with settings. Options override it.")
 @click.option(
     "--set",

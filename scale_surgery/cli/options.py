@@ -36,7 +36,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
 TEXTS = click.Path(path_type=Path)
 # help of --old
-OLD_HELP = f"Old text, to measure forgetting; can be repeated. {NO_OLD_TEXT}"
+OLD_HELP = f"Old text, to measure forgetting. Can be repeated. {NO_OLD_TEXT}"
 
 
 def add_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:

@@ -41,8 +41,8 @@ def push_command(
 ) -> None:
     """Push FOLDER to the repository REPO on the Hub, with a model card.
 
-    FOLDER is the output of expand, train, route-export, merge or extract. It is not changed. Its bytes are checked
-    first. To resume an interrupted push, run the same command again: files on the Hub are not sent twice.
+    FOLDER is the output of expand, train, route-export, compose, merge or extract. It is not changed. Its bytes are
+    checked first. To resume an interrupted push, run the same command again: it sends no file twice.
 
     \b
     Example: scale-surgery push EXPANDED me/qwen3-wide --dry-run

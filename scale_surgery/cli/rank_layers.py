@@ -39,7 +39,7 @@ EXPANSION_HELPS = {
 
 @click.command(name="rank-layers", cls=Headed)
 @click.argument("model")
-@click.option("--data", multiple=True, required=True, type=TEXTS, help="Text to learn; can be repeated.")
+@click.option("--data", multiple=True, required=True, type=TEXTS, help="Text to learn. Can be repeated.")
 @options_from(RankingSettings, *fields_of(RankingSettings))
 @options_from(Request, *EXPANSION, helps=EXPANSION_HELPS)
 # --seed is the seed of the pilot; the seed of new tensors is an option of expand

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "texts",
     multiple=True,
     type=TEXTS,
-    help="Text to run the model on; can be repeated. Default: the prompts of verify.",
+    help="Text to run the model on. Can be repeated. Default: the prompts of verify.",
 )
 @click.option("--name", help="Expansion to report on, if there are several.")
 @click.option("--files-only", is_flag=True, help="Read tensors only and run no model. Hidden states are left out.")

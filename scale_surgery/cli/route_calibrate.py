@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.command(name="route-calibrate", cls=Headed, first=("old", "new", "most_forgetting", "write", "plot"))
 @click.argument("routed", type=FOLDER)
 @click.option("--old", multiple=True, required=True, type=TEXTS, help=OLD_HELP)
-@click.option("--new", multiple=True, required=True, type=TEXTS, help="New text, to measure learning; can be repeated.")
+@click.option("--new", multiple=True, required=True, type=TEXTS, help="New text, to measure learning. Can be repeated.")
 @options_from(CalibrationSettings, "most_forgetting", "bound", "write")
 @set_option(CalibrationSettings)
 @click.option(
@@ -51,7 +51,7 @@ def route_calibrate_command(
 
     The best setting learns most and forgets at most --most-forgetting. If every setting forgets more, it is the one
     that forgets least. By default, no setting may lose more than now on any text, or on the first 8 tokens of old
-    texts. --bound changes the first limit; with --set, bound_per_token and most_short_forgetting change the others. A
+    texts. --bound changes the first limit. --set changes the others: bound_per_token and most_short_forgetting. A
     change of setting needs a gain (--set least_gain). If settings are equal, the current one wins, then the default.
     Measure the result on other text than the calibration text.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command(name="route-report", cls=Headed)
 @click.argument("model")
-@click.option("--text", "texts", multiple=True, required=True, type=TEXTS, help="Text to route; can be repeated.")
+@click.option("--text", "texts", multiple=True, required=True, type=TEXTS, help="Text to route. Can be repeated.")
 @files_option(
     ".html",
     ".jsonl",

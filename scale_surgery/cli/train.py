@@ -44,13 +44,13 @@ def read_sides(given: tuple[str, ...]) -> dict[str, list[str]]:
     "--data",
     multiple=True,
     required=True,
-    help="Text to learn: a file, a folder or a dataset of the Hub; can be repeated.",
+    help="Text to learn: a file, a folder or a dataset of the Hub. Can be repeated.",
 )
 @click.option("-o", "--output", type=OUTPUT_FOLDER, help="Folder to write. Default: ./<name>-trained.")
 @click.option(
     "--eval-data",
     multiple=True,
-    help="Text to measure the loss on during the run: old=FILE or new=FILE; can be repeated.",
+    help="Text to measure the loss on during the run: old=FILE or new=FILE. Can be repeated.",
 )
 @options_from(TrainingSettings)
 @click.option(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     "--promise",
     "required",
     multiple=True,
-    help="Promise that must hold; can be repeated. Default: all promises of EXPANDED.",
+    help="Promise that must hold. Can be repeated. Default: all promises of EXPANDED.",
 )
 @click.option(
     "--files-only",

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from scale_surgery.learning.learned import Learned
 
 SIDES = {
-    "old": ("What was forgotten", "Losses on old text; forgetting is the loss minus the base's."),
-    "new": ("What was learned", "Losses on new text; learning is the base's loss minus the model's."),
+    "old": ("Forgetting", "Losses on old text. Forgetting is the loss minus the base's."),
+    "new": ("Learning", "Losses on new text. Learning is the base's loss minus the model's."),
 }
 
 
 def render_learned_page(learned: Learned, report: Report) -> str:
     """The page of a job, which refers to no other file."""
-    title = f"What {Path(learned.model).name} learned"
+    title = f"Learning and forgetting of {Path(learned.model).name}"
     notes = (*learned.warnings, *report.notes)
     return render_headed(report, title, notes, list(_facts(learned)), list(_sections(learned)))
 
@@ -44,19 +44,19 @@ def _sections(learned: Learned) -> Iterator[Section]:
         if any(getattr(row, side) is not None for row in learned.rows):
             yield Section(
                 title,
-                f"{text} In nats per token, on text that no stage learned or chose by.",
+                f"{text} In nats per token, on text that no stage trained or calibrated on.",
                 cells=_cells(side, learned),
             )
     promises = [(name, *text.partition(": ")[::2]) for name, text in learned.promises.items()]
     yield Section(
         "Promises",
-        "What verify found of the last model.",
+        "Results of verify for the last model.",
         cells=Cells(("promise", "result", "evidence"), promises, True),
     )
     stages = [(stage.name, format_seconds(stage.seconds), stage.line) for stage in learned.stages]
     yield Section(
-        "How it was made",
-        "Each stage is a command; typed again, they make the same models.",
+        "Stages",
+        "Each stage is a command. The same commands make the same models.",
         cells=Cells(("stage", "took", "command"), stages, True),
     )
 

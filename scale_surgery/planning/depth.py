@@ -78,7 +78,7 @@ class Depth(Method):
         "compose": "deepened-not-composed",
         "load_expansion": "deepened-in-memory",
     }
-    about_rows = "A row is the copy that follows that base layer"
+    about_rows = "Each row is the copy after that base layer"
 
     def config_problems(self, config: Mapping[str, Any]) -> list[Problem]:
         """List keys by which layers share caches or weights, or depend on their numbers."""

@@ -30,8 +30,8 @@ class Grow(Method):
     starts_at_zero = False
     refused: ClassVar[Mapping[str, str]] = {"quantised": "grown-on-quantised", "fuse": "grown-not-fused"}
     about_w12 = (
-        "W12 is the copies' part of the down projection, and started as the base's over the number of copies: norm "
-        "of its change."
+        "Norm of the change of W12, the copies' part of the down projection. Its initial values are the base's over "
+        "the number of copies."
     )
 
     def problems(self, request: Request) -> list[Problem]:

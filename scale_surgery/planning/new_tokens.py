@@ -46,8 +46,8 @@ class TokenSource:
     Attributes:
         token_file: Tokens to add: a text file with one token a line, or a tokenizer folder. The first ids of that
             tokenizer must be the base's.
-        token_texts: Text to learn new tokens from; can be repeated. The tokens that shorten it most are added. The base
-            needs a BPE tokenizer; its merges are extended.
+        token_texts: Text to learn new tokens from. Can be repeated. The tokens that shorten it most are added. The base
+            needs a BPE tokenizer, and its merges are extended.
         token_count: Number of tokens to learn from --new-tokens-from.
     """
 

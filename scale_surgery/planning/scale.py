@@ -44,8 +44,8 @@ class Scale(Method):
     verb = "expanded"
     preserving = ("preserve",)
     about_w12 = (
-        "What training wrote into the base stream: norm of the change of W12, all matrices of a group taken as "
-        "one. SCALE (arXiv 2511.03270) finds forgetting nearly linear in this norm."
+        "Norm of the change of W12 over all matrices of a group. W12 writes into the base stream. "
+        "SCALE (arXiv 2511.03270) finds forgetting nearly linear in this norm."
     )
 
     def resolve(self, base: Base, request: Request) -> Resolved:

@@ -24,14 +24,14 @@ from scale_surgery.talking.speaker import Speaker, has_template, loaded_speaker,
 PROMPT, MORE = "> ", ". "
 # each is a method of Session of the same name; the last one ends its loop
 COMMANDS = {
-    "/help": "list what can be typed",
-    "/reset": "forget what was said",
-    "/again": "answer the last message anew",
-    "/paths": "show, or hide, which path each token came from",
-    "/set": "show the settings; /set temperature 0.7 changes one, /set temperature gives it back to the model",
-    "/exit": "end, as Ctrl-D does",
+    "/help": "list the commands",
+    "/reset": "clear the conversation",
+    "/again": "answer the last message again",
+    "/paths": "show or hide the path of each token",
+    "/set": "show the settings. /set temperature 0.7 changes one, /set temperature resets it",
+    "/exit": "end the chat, like Ctrl-D",
 }
-KEYS = "Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists more"
+KEYS = "Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists all commands"
 SETTABLE = ("system", "max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "expansion")
 
 
@@ -103,7 +103,7 @@ class Session:
         rows = [
             ("model", self.speaker.description),
             *([("base", str(self.speaker.base_name))] if len(self.voices) > 1 else []),
-            ("messages", "by its chat template" if self.has_template else f"{reason}: it continues what you type"),
+            ("messages", "by its chat template" if self.has_template else f"{reason}; the model continues your text"),
             ("answers", self.settings.describe(self.speaker.network.generation_config)),
             ("context", _count(self.speaker.subject.context)),
             ("keys", KEYS),
@@ -186,7 +186,7 @@ class Session:
             "interrupted": "stopped",
         }
         if answer.ended != "end":
-            goes_on = "" if self.has_template else "; an empty line goes on"
+            goes_on = "" if self.has_template else "; an empty line continues it"
             name = f"{voice.name}: " if len(self.voices) > 1 else ""
             self._note(name + reasons[answer.ended] + goes_on)
 
@@ -199,12 +199,12 @@ class Session:
         getattr(self, f"_{name.removeprefix('/')}")(rest.strip())
 
     def _help(self, _: str) -> None:
-        self.out.say(Facts("", [*COMMANDS.items(), ("...\\", "a line that ends with a backslash goes on in the next")]))
+        self.out.say(Facts("", [*COMMANDS.items(), ("...\\", "continue the message in the next line")]))
 
     def _reset(self, _: str) -> None:
         for voice in self.voices:
             voice.conversation.clear()
-        self._note("everything that was said is forgotten")
+        self._note("the conversation is cleared")
 
     def _again(self, _: str) -> None:
         if self.last is None:

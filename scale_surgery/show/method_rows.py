@@ -26,7 +26,7 @@ def _rows_of_scale(plan: Plan) -> list[tuple[str, str]]:
         ("initialisation", f"W21 {request.init_w21}, W22 {request.init_w22}, {request.svd} SVD"),
     ]
     count = sum(tensor.elements for tensor in idle_tensors(plan))
-    idle = f"{count:,} of the new parameters: in layer {plan.layers[0]} they read an up stream that is zero"
+    idle = f"{count:,} of the new parameters: the up stream is zero in layer {plan.layers[0]}"
     return [*rows, ("never learn", idle)] if count else rows
 
 
@@ -43,8 +43,8 @@ def _shares(plan: Plan) -> str:
     reasons = []
     if widths.up_width < asked.up_width:
         reasons.append(
-            f"up width {widths.up_width} and not {asked.up_width}, so that the new columns of the head cost no more "
-            "than the layers (--up-width sets it)"
+            f"up width {widths.up_width} instead of {asked.up_width}, so that the new columns of the head cost at "
+            "most as much as the layers (--up-width sets it)"
         )
     if sizes.key_value_heads and request.up_kv_heads is None:
         one = f"1 key/value head is {1 / sizes.key_value_heads:.1%} of {sizes.key_value_heads}"
@@ -62,7 +62,7 @@ def _shares(plan: Plan) -> str:
 
 def _rows_of_grow(plan: Plan) -> list[tuple[str, str]]:
     """Return the number of MLPs and the share of each."""
-    return [("MLPs in each", f"{plan.request.copies}, of which each counts 1/{plan.request.copies}")]
+    return [("MLPs in each", f"{plan.request.copies}, each with weight 1/{plan.request.copies}")]
 
 
 def _rows_of_depth(plan: Plan) -> list[tuple[str, str]]:
@@ -71,7 +71,7 @@ def _rows_of_depth(plan: Plan) -> list[tuple[str, str]]:
     new = plan.numbering.new
     return [
         ("new layers", f"{format_layers(new)}  (of {plan.sizes.layers + len(new)} then)"),
-        ("initialisation", "what is added to the hidden state is zero, the rest a copy"),
+        ("initialisation", "copies, with zeros in the projections into the hidden state"),
     ]
 
 

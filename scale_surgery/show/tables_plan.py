@@ -61,9 +61,9 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
 def _new_tokens(plan: Plan) -> list[tuple[str, str]]:
     if (new := plan.request.new_tokens) is None:
         return []
-    how = "learned from a text" if new.merges else "as they stand"
-    rows = "a row each in the tied embedding and head" if plan.sizes.is_tied else "a row in embedding and head"
-    return [("new tokens", f"{len(new.tokens):,}, {how}, {rows}; {plan.sizes.vocabulary:,} of the base stay")]
+    how = "learned from a text" if new.merges else "as given"
+    rows = "one row each in the tied embedding and head" if plan.sizes.is_tied else "one row each in embedding and head"
+    return [("new tokens", f"{len(new.tokens):,}, {how}, {rows}; the base keeps its {plan.sizes.vocabulary:,}")]
 
 
 def _odd(plan: Plan) -> list[tuple[str, str]]:
@@ -113,10 +113,8 @@ def _none(problems: Iterable[Problem]) -> str:
 def _stock_form(plan: Plan) -> str:
     stock = plan.costs.stock
     if plan.method.adds_layers:
-        caution = (
-            "; a program must read its layer_types, and not go by numbers" if plan.architecture.layer_types else ""
-        )
-        return f"the folder itself: {plan.family} with more layers, no code of ours{caution}"
+        caution = "; other programs must read layer_types, not layer numbers" if plan.architecture.layer_types else ""
+        return f"the folder itself: {plan.family} with more layers, without custom code{caution}"
     if stock is None:
         return _none(stock_problems(plan.architecture, plan.sizes, plan.widths))
     added = stock.parameters - plan.costs.parameters_before

@@ -20,7 +20,7 @@ FORMS = {
     "extract": "expansion without its base",
     "stock": "stock checkpoint",
 }
-CARDS = {"written": "generated", "own": "your own", "kept": "the one in the repository stays"}
+CARDS = {"written": "generated", "own": "your own", "kept": "kept in the repository"}
 
 
 def render_files(pushed: Pushed) -> RenderableType:
@@ -36,7 +36,7 @@ def render_files(pushed: Pushed) -> RenderableType:
 def render_pushed(pushed: Pushed) -> RenderableType:
     """Render a push, or its dry run."""
     base = sum(file.bytes for file in pushed.files if file.origin == "base")
-    whose = f"; {format_bytes(base)} of it from the base" if base else ""
+    whose = f"; {format_bytes(base)} from the base" if base else ""
     visible = "private" if pushed.is_private else "public"
     rows = [
         ("repository", f"{pushed.repo}, {visible}"),

@@ -61,7 +61,7 @@ class TrainingSettings:
         eval_every: Steps between measurements on old and new text. Default: a tenth of the run.
         log_every: Steps between log entries. Default: 10, or a tenth of the run if that is less.
         rehearse: Regularise towards the base on this text (KL divergence): a file, a folder, a dataset, or self for
-            text sampled from the base; can be repeated. Default: none.
+            text sampled from the base. Can be repeated. Default: none.
         rehearsal_weight: Weight of the divergence from the base in the loss.
         rehearsal_share: Share of rehearsed sequences in a step. It is rounded to whole sequences for each batch of each
             process, at least one.

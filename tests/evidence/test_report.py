@@ -334,7 +334,7 @@ def test_what_the_last_run_logged_and_measured(spoiled: Path) -> None:
     assert summary.log == (entry,) and summary.measured == measured and len(summary.runs) == 2
     page = render_page(summary)
     assert "Training loss" in page and "+0.2500" in page and "2 runs" in page
-    assert "on text that the base wrote itself: what that keeps is measured, not proved" in page
+    assert "on text that the base wrote itself: its effect is measured, not proved" in page
     text = " ".join(shown(render_report(summary), 100).split())
     assert "training 3 steps, rehearsed on text that the base wrote itself; 4 steps" in text
 

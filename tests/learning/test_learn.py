@@ -193,7 +193,7 @@ def test_the_page_says_it(done):
     assert f"{learned.rows[2].old.change:+.4f}" in page and "base_stream_always" in page
     assert "accuracy" in page
     unknown = replace(learned, rows=tuple(replace(row, old=None) for row in learned.rows))
-    assert [section.title for section in _sections(unknown)][:2] == ["What was learned", "Promises"]
+    assert [section.title for section in _sections(unknown)][:2] == ["Learning", "Promises"]
     assert page.count("scale-surgery ") >= len(lines) and "not verified" not in page.lower()
 
 

@@ -101,7 +101,7 @@ def test_an_eighth_of_llama_3_2_1b_is_what_the_paper_has(shape_of):
 
 def test_a_plan_says_what_is_less_than_the_ratio_asks_for(shape_of):
     share = dict(plan_rows(plan(shape_of("gemma-3-270m"), Request("last:4"))))["share of base"]
-    assert "up width 8 and not 80, so that the new columns of the head cost no more than the layers" in share
+    assert "up width 8 instead of 80, so that the new columns of the head cost at most as much as the layers" in share
     assert "no new heads: 1 key/value head is 100.0% of 1, more than twice the share (--up-kv-heads 1" in share
     all_of_it = dict(plan_rows(plan(shape_of("llama-3.2-1b"), Request("all"))))["share of base"]
     assert all_of_it == "residual stream 12.5%, key/value heads 12.5%, inner 12.5%", "the control"

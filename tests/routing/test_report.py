@@ -423,7 +423,7 @@ def test_page_in_a_browser(report_of: Callable[[str], RouteReport], tmp_path: Pa
     hover, text, out, focus, first, right, end, escape, recoloured = json.loads(line)
     tokens = report.files[0].documents[0].tokens
     assert hover is False and f"{tokens[3].routed_log_probability:.4f}" in text and f"id {tokens[3].id}" in text
-    assert out is True and focus is False and first == "The first token: nothing predicts it."
+    assert out is True and focus is False and first == "The first token has no prediction."
     assert (right, end, escape, recoloured) == (1, len(tokens) - 1, True, True)
     assert "<title>alert" not in done.stdout
 

@@ -93,7 +93,7 @@ def test_page_needs_nothing_else_and_runs_nothing(drawn: Report, tmp_path: Path)
 def test_page_shows_every_section_and_every_tensor(drawn: Report, place: Path) -> None:
     html = render_page(drawn)
     assert re.findall("<h2>(.*?)</h2>", html) == [
-        "W12, layer by layer", "The base stream, layer by layer", "W12, from zeros", "W21, from its start",
+        "W12, layer by layer", "The base stream, layer by layer", "W12, from zeros", "W21, from initial values",
         "W22, from zeros", "Every tensor",
     ]  # fmt: skip
     assert len(re.findall("<tr title=", html)) == len(drawn.tensors)
@@ -128,7 +128,7 @@ def test_only_what_scale_found_is_said_of_its_w12() -> None:
     assert finding in render_page(scale)
     page = render_page(grow)
     assert "SCALE" not in page and "<figcaption>Change, FFN<" in page and "<figcaption>Norm, FFN<" in render_page(scale)
-    assert "W12 is the copies' part of the down projection" in parse(page).text
+    assert "W12, the copies' part of the down projection" in parse(page).text
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
@@ -303,7 +303,7 @@ def test_terminal_counts_what_is_trained_and_says_that_separations_are_means_ove
 def test_terminal_says_which_layer_a_row_of_a_copy_is() -> None:
     streams = Streams((Layer(-1, 0.0, 1.0, True), Layer(0, 1.0, 0.5, False)), "text", 3, "float32", "expanded")
     copied = [tensor(0, block="weight")]
-    row = "A row is the copy that follows that base layer"
+    row = "Each row is the copy after that base layer"
     depth = handmade(*copied, method="depth")
     assert f"{row}." in shown(render_report(depth)) and row in render_page(depth)
     read = shown(render_report(replace(depth, streams=streams), details=True))

@@ -121,7 +121,7 @@ def test_a_conversation_in_a_terminal(place: Path) -> None:
         terminal.wait_for(COLOUR.pattern)
         terminal.type("\x03")
         stopped = terminal.wait_for("> ")
-        assert "stopped; an empty line goes on" in stopped
+        assert "stopped; an empty line continues it" in stopped
         # at the prompt, Ctrl-C ends nothing
         assert "Ctrl-D or /exit ends" in terminal.interrupt(r"\n[^\n]*> ")
         # another question, in the colours of its paths
@@ -222,10 +222,10 @@ def test_questions_and_answers() -> None:
     assert shown.splitlines() == [
         "biographies",
         "model     stock",
-        "messages  no chat template: it continues what you type",
+        "messages  no chat template; the model continues your text",
         "answers   the most likely token each time, at most 12 tokens",
         "context   256 tokens",
-        "keys      Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists more",
+        "keys      Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists all commands",
         "",
         " Fresno",
         "",
@@ -246,7 +246,7 @@ def test_commands(place: Path) -> None:
     (space,) = answers(place / "wide", " /help me")
     assert space["prompt"] == "/help me"
     shown = talk(place / "wide", "/help", "/set top-p 0.5", "/set", "/reset")
-    for line in ("/again  answer the last message anew", "everything that was said is forgotten"):
+    for line in ("/again  answer the last message again", "the conversation is cleared"):
         assert line in shown.stdout
     assert shown.stderr == ""
     # what is wrong ends nothing
@@ -261,7 +261,7 @@ def test_commands(place: Path) -> None:
     )
     lines = [line for line in wrong.stderr.replace("\n", " ").split("error: ") if line]
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * len(starts)
-    assert "stopped after 12 tokens, see /set max-new-tokens; an empty line goes on" in wrong.stdout
+    assert "stopped after 12 tokens, see /set max-new-tokens; an empty line continues it" in wrong.stdout
 
 
 def test_a_conversation_by_a_chat_template(templated: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_conversation_by_a_chat_template(templated: Path) -> None:
     before = f"[system]S\n[user]Who?\n[assistant]{first['text']}\n[user]Why?\n[assistant]"
     assert second["read"] == len(before.encode()), "an empty line says nothing here"
     assert "by its chat template" in talk(templated).stdout
-    assert "--raw: it continues what you type" in talk(templated, options=("--raw",)).stdout
+    assert "--raw; the model continues your text" in talk(templated, options=("--raw",)).stdout
 
 
 def test_a_context_that_is_full(templated: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_context_that_is_full(templated: Path) -> None:
         shown.stderr.split()
     )
     full = talk(templated, "x" * 250, options=("--raw",)).stdout
-    assert "stopped: the context of 256 tokens is full; an empty line goes on" in full
+    assert "stopped: the context of 256 tokens is full; an empty line continues it" in full
 
 
 def test_base_and_model_answer_side_by_side(place: Path) -> None:

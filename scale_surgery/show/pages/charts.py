@@ -82,7 +82,7 @@ def collaboration_charts(report: Report) -> Iterator[Chart]:
     if report.state != "trained":
         return
     # a block that started as zeros has the norm of its change
-    norm, share = ("Norm", "Norm over that of W"), ("Change", "Change over the norm of W")
+    norm, share = ("Norm", "Norm over the norm of W"), ("Change", "Change over the norm of W")
     titles = norm if METHODS[report.method].starts_at_zero else share
     labels = (titles[0].lower(), "share of W's norm")
     for title, label, name in zip(titles, labels, ("change", "change_of_base"), strict=True):
@@ -104,5 +104,5 @@ def stream_charts(streams: Streams) -> Iterator[Chart]:
     after = [layer for layer in streams.layers if layer.layer >= 0]
     cosines = Curve("cosine", [(layer.layer, layer.cosine) for layer in after], BLUE)
     drifts = Curve("drift", [(layer.layer, layer.drift) for layer in after], BLUE)
-    yield from render_chart("Cosine with the base model's", [cosines], "after layer", "cosine", reaches=1)
-    yield from render_chart("Drift from the base model's", [drifts], "after layer", "largest difference")
+    yield from render_chart("Cosine with the base model", [cosines], "after layer", "cosine", reaches=1)
+    yield from render_chart("Drift from the base model", [drifts], "after layer", "largest difference")

@@ -96,7 +96,7 @@ def write_page(report: Report, file: Path) -> None:
 
 def render_page(report: Report) -> str:
     """The page of a report, which refers to no other file."""
-    title = f"What training did to {report.path.resolve().name}"
+    title = f"Effect of training on {report.path.resolve().name}"
     return render_headed(report, title, report.notes, list(_facts(report)))
 
 
@@ -134,13 +134,13 @@ def _facts(report: Report) -> Iterator[Fact]:
         steps = sum(run.get("steps", 0) for run in report.runs)
         yield Fact("optimizer steps", f"{steps:,}", f"{len(report.runs)} runs" if len(report.runs) > 1 else "")
     if texts := rehearsed_texts(report.runs):
-        yield Fact("rehearsed", "yes", f"on {texts}: what that keeps is measured, not proved")
+        yield Fact("rehearsed", "yes", f"on {texts}: its effect is measured, not proved")
     for name, norms in collaboration(report):
         word = "norm" if norms.start_norm == 0 else "change"
         yield Fact(f"{name}, {word}", format_norm(norms.change), f"{format_share(norms.change_of_base)} of W's norm")
     if apart := separations(report):
         shares = list(map(format_share, apart.values()))
-        note = f"{' and '.join(apart)}, mean over layers: copies that separate are capacity gained"
+        note = f"{' and '.join(apart)}, mean over layers. Copies that differ add capacity"
         yield Fact("copies apart from their originals", " / ".join(shares), note)
     for name, text in describe_measured(report):
         value, _, rest = text.partition(" ")
@@ -152,7 +152,7 @@ def _facts(report: Report) -> Iterator[Fact]:
 
 
 def _sections(report: Report) -> Iterator[Section]:
-    yield Section("The training run", "What the last run logged, over optimizer steps.", list(run_charts(report)))
+    yield Section("The training run", "The log of the last run, over optimizer steps.", list(run_charts(report)))
     yield Section("W12, layer by layer", METHODS[report.method].about_w12, list(collaboration_charts(report)))
     if report.streams is not None:
         yield _stream_section(report.streams)
@@ -167,7 +167,7 @@ def _matrices(report: Report) -> dict[str, list[TensorChange]]:
     for tensor in sorted(report.tensors, key=lambda tensor: tensor.block):
         if tensor.group in GROUPS and len(tensor.shape) > 1:
             name = tensor.block.upper() if BLOCK.fullmatch(tensor.block) else f"Copied {tensor.block}"
-            start = "from zeros" if tensor.norms.start_norm == 0 else "from its start"
+            start = "from zeros" if tensor.norms.start_norm == 0 else "from initial values"
             by_title.setdefault(f"{name}, {start}", []).append(tensor)
     return {title: group for title, group in by_title.items() if any(tensor.is_trained for tensor in group)}
 
@@ -175,10 +175,10 @@ def _matrices(report: Report) -> dict[str, list[TensorChange]]:
 def _heat_table(tensors: Sequence[TensorChange]) -> tuple[str, HeatTable]:
     """Return the table of the changes of one block, and its caption."""
     if all(tensor.norms.start_norm == 0 for tensor in tensors):
-        title, text = "Norm over that of W", "It started as zeros: all of it is what training wrote."
+        title, text = "Norm over the norm of W", "The initial values are zeros, so this norm is that of the change."
         shares = [tensor.norms.relative_norm for tensor in tensors]
     else:
-        title, text = "Change over the norm at the start", "How far it moved from where the expansion put it."
+        title, text = "Change over the initial norm", "Norm of the change over the norm of the initial values."
         shares = [tensor.norms.relative_change for tensor in tensors]
     largest = max((share for share in shares if share is not None and math.isfinite(share)), default=0.0)
     changes = [Cell(format_share(share), _shade(share, largest)) for share in shares]
@@ -205,10 +205,10 @@ def _stream_section(streams: Streams) -> Section:
     title = "The base stream, layer by layer"
     if streams.is_bit_equal:
         sentence = f"{describe_streams(streams).capitalize()}."
-        return Section(title, "Compared with the base model's on probe text.", sentence=sentence)
+        return Section(title, "Comparison with the base model on probe text.", sentence=sentence)
     text = (
-        f"Against the base model's, on {streams.source} ({streams.tokens:,} tokens, {streams.dtype}). Cosine is the "
-        "mean over tokens, drift the largest absolute difference. The last layer is read after the final norm."
+        f"Comparison with the base model on {streams.source} ({streams.tokens:,} tokens, {streams.dtype}). Cosine is "
+        "the mean over tokens, drift the largest absolute difference. The last layer is read after the final norm."
     )
     return Section(title, text, list(stream_charts(streams)))
 
@@ -229,8 +229,8 @@ def _row(tensor: TensorChange) -> tuple[str, ...]:
 
 def _terms(report: Report) -> Iterator[str]:
     if about := METHODS[report.method].about_rows:
-        yield f"{about}; cosine and drift after a layer are after its copy."
+        yield f"{about}. Cosine and drift of a layer are measured after its copy."
     yield (
-        "Norms are Frobenius norms. Relative: norm of the change since the expansion over the norm at the start. Of W: "
-        "norm over that of the base weight beside it."
+        "Norms are Frobenius norms. Relative: norm of the change since the expansion over the initial norm. Of W: norm "
+        "over the norm of the base weight."
     )

@@ -50,7 +50,7 @@ def render_page(report: RouteReport) -> str:
     colouring = choose_colours(report.paths, report.shares)
     return fill(
         "route_report.html",
-        title=f"Which path gave each token: {report.model}",
+        title=f"Path of each token: {report.model}",
         facts=f"Base {report.base} · router {describe_router(report.routing, report.paths[1:])}",
         light=_variables(LIGHT),
         dark=_variables(DARK),
@@ -166,12 +166,12 @@ def _data(report: RouteReport, colouring: Colouring) -> dict[str, Any]:
 
 def _notes(report: RouteReport) -> Iterator[str]:
     yield (
-        "Losses are in nats per token, over the tokens that count: all but the first of a document, and of a question "
-        "its answer alone. Prompts are in italics. A share is the mean weight of a path. A small letter stands where "
-        "the text of a path begins."
+        "Losses are in nats per token, over the scored tokens: all but the first of a document, and only the answer "
+        "of a question. Prompts are in italics. A share is the mean weight of a path. A small letter marks the first "
+        "token of a path."
     )
     yield (
-        f"Longer documents are read in windows of {report.sequence_length} tokens, {report.step} apart; each token is "
-        "shown as the first window that holds it gives it."
+        f"Longer documents are read in windows of {report.sequence_length} tokens, {report.step} apart. Each token has "
+        "the numbers of the first window that contains it."
     )
-    yield "Hover over a token for its numbers, or move with Tab and the arrow keys; a click makes a link to it."
+    yield "Hover over a token for its numbers, or move with Tab and the arrow keys. A click makes a link to it."
