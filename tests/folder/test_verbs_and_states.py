@@ -23,7 +23,7 @@ import scale_surgery as s
 from scale_surgery.biographies import biography, people
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.demo import SHIPPED_MODEL
-from tests.conftest import digests, flip, load, problems, shake
+from tests.conftest import digests, edited, flip, load, problems, shake
 from tests.tiny import save_tiny
 
 WIDE = s.Request("1-2", variant="adapt", up_width=8)
@@ -97,10 +97,12 @@ class Undisturbed(NamedTuple):
 
 
 class Moves:
-    """Progress bars that count their moves, and stop the run at one of them, or do something else then."""
+    """Progress bars that count their moves, and do something at one of them, or at the first at which a thing is so."""
 
-    def __init__(self, at: int = 0, then: Callable[[], None] = lambda: None) -> None:
-        self.count, self.at, self.then = 0, at, then
+    def __init__(
+        self, at: int = 0, then: Callable[[], None] = lambda: None, when: Callable[[], object] = lambda: False
+    ) -> None:
+        self.count, self.at, self.then, self.when = 0, at, then, when
 
     @contextlib.contextmanager
     def __call__(self, label: str, total: int) -> Iterator[Callable[..., None]]:
@@ -108,7 +110,7 @@ class Moves:
 
     def move(self, done: int, note: object = "") -> None:
         self.count += 1
-        if self.count == self.at:
+        if self.count == self.at or self.when():
             self.then()
 
 
@@ -193,6 +195,14 @@ def refused(name: str, places: Path, out: Path, **how: Any) -> list[str]:
     return [problem.code for problem in found]
 
 
+def copies(name: str, places: Path, to: Path) -> Path:
+    """Copy the inputs of a verb, to be changed."""
+    for folder in VERBS[name].reads:
+        shutil.copytree(places / folder, to / folder)
+    shutil.copy(places / "new.jsonl", to)
+    return to
+
+
 @all_verbs
 def test_inputs_stay_as_they_are(name: str, places: Path, undisturbed: Any) -> None:
     before = {folder: digests(places / folder) for folder in VERBS[name].reads}
@@ -204,10 +214,7 @@ def test_inputs_stay_as_they_are(name: str, places: Path, undisturbed: Any) -> N
 
 @all_verbs
 def test_read_only_inputs_are_enough(name: str, places: Path, undisturbed: Any, out: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "copied"
-    for folder in VERBS[name].reads:
-        shutil.copytree(places / folder, copied / folder)
-    shutil.copy(places / "new.jsonl", copied)
+    copied = copies(name, places, tmp_path / "copied")
     closed = [*copied.rglob("*"), copied]
     for path in closed:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -225,14 +232,19 @@ def test_an_interrupted_run_leaves_nothing_under_its_name_and_continues(
     name: str, places: Path, undisturbed: Any, out: Path
 ) -> None:
     done, before = undisturbed(name), {folder: digests(places / folder) for folder in VERBS[name].reads}
-    # a training that has begun is continued by `resume`; it is interrupted while its folder is made
-    at = 2 if name == "train" else max(1, done.moves * 2 // 3)
+
+    def finished(folder: Path) -> dict[str, int]:
+        return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
+
+    left = out.with_name("out.partial")
     with pytest.raises(KeyboardInterrupt):
-        VERBS[name].call(places, out, track=Moves(at, interrupt))
-    assert not out.exists()
+        VERBS[name].call(places, out, track=Moves(then=interrupt, when=lambda: finished(left)))
+    shards = finished(left)
+    assert shards and not out.exists()
     assert {folder: digests(places / folder) for folder in VERBS[name].reads} == before
     VERBS[name].call(places, out, track=Moves())
     assert content(out, name) == done.written
+    assert shards.items() <= finished(out).items(), "a finished shard is not made again"
     assert [file.name for file in out.parent.iterdir()] == ["out"], "nothing is left beside it"
 
 
@@ -280,10 +292,7 @@ def test_a_full_disk_is_noticed_before_any_work(
 
 @pytest.mark.parametrize("name", [name for name, verb in VERBS.items() if verb.damaged is not None])
 def test_a_damaged_input_is_refused(name: str, places: Path, out: Path, tmp_path: Path) -> None:
-    copied, verb = tmp_path / "copied", VERBS[name]
-    for folder in verb.reads:
-        shutil.copytree(places / folder, copied / folder)
-    shutil.copy(places / "new.jsonl", copied)
+    copied, verb = copies(name, places, tmp_path / "copied"), VERBS[name]
     (shard, *_) = sorted((copied / str(verb.damaged)).glob("[!e]*.safetensors")) or sorted(
         (copied / str(verb.damaged)).glob("*.safetensors")
     )
@@ -294,6 +303,69 @@ def test_a_damaged_input_is_refused(name: str, places: Path, out: Path, tmp_path
         assert (problem.code, out.exists()) == (verb.code, False)
     else:
         assert refused(name, copied, out) == [verb.code]
+
+
+# of a base and an extract other things are recorded, and `strip` looks at the base alone
+TAKERS = [name for name in VERBS if name not in ("expand", "apply", "compose", "strip")]
+
+
+def _change_config(folder: Path) -> None:
+    with edited(folder / "config.json") as config:
+        config["rms_norm_eps"] = 0.5
+
+
+def _forge_hash(folder: Path) -> None:
+    with edited(folder / "surgery.json") as record:
+        record["base_tensors"]["model.norm.weight"]["sha256"] = "0" * 64
+
+
+# where a problem is named, and how it comes about
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "generation_config.json": lambda folder: (folder / "generation_config.json").write_text("{}"),
+    "config.json: rms_norm_eps": _change_config,
+    "other.py": lambda folder: (folder / "other.py").write_text("print()"),
+    "model.norm.weight": _forge_hash,
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_all_that_is_damaged_is_named_at_once(name: str, places: Path, out: Path, tmp_path: Path) -> None:
+    copied = copies(name, places, tmp_path / "copied")
+    # what a training loop saved is compared with the record before the folder is
+    named = [where for where in DAMAGE if (name, where) != ("adopt", "model.norm.weight")]
+    for where in named:
+        DAMAGE[where](copied / str(VERBS[name].damaged))
+    found = problems(VERBS[name].call, copied, out, track=Moves())
+    message = str(s.CheckpointError(*found))
+    assert all(where in message for where in named), message
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_code_that_lies_elsewhere_is_refused(name: str, places: Path, out: Path, tmp_path: Path) -> None:
+    """With the bytes that it had: such a link is never taken along."""
+    copied = copies(name, places, tmp_path / "copied")
+    code = copied / str(VERBS[name].damaged) / "expanded_stock.py"
+    shutil.move(code, tmp_path / "outside.py")
+    code.symlink_to(tmp_path / "outside.py")
+    assert refused(name, copied, out) == ["file-is-link"]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    # `strip` compares what it wrote with the record
+    [(name, folder) for name, verb in VERBS.items() if name != "strip" for folder in verb.reads],
+)
+def test_an_input_that_changes_at_the_last_moment_is_noticed(
+    name: str, folder: str, places: Path, undisturbed: Any, out: Path, tmp_path: Path
+) -> None:
+    copied = copies(name, places, tmp_path / "copied")
+    shard = max((copied / folder).glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    # the first moves of a training are those of its folder
+    at = 2 if name == "train" else undisturbed(name).moves
+    (problem,) = problems(VERBS[name].call, copied, out, track=Moves(at, lambda: flip(shard)))
+    assert (problem.code, problem.where) == ("file-changed", f"{shard}")
+    assert not out.exists()
 
 
 @all_verbs

@@ -16,10 +16,7 @@ from scale_surgery.errors import CheckpointError
 from scale_surgery.evidence.verify import verify
 from scale_surgery.planning.request import Request
 from scale_surgery.progress import Track
-from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.expand import expand
-from scale_surgery.surgery.extract import extract
-from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from tests.conftest import digests, refused
@@ -107,46 +104,18 @@ def test_hard_links_are_no_change(llama_base, tmp_path):
 
 
 SHARD = "expansion-default-00001-of-00001.safetensors"
-# what works, when a file changes, and in which folder
-VERBS = {
-    "route-export": ("files", "expanded", lambda root, out, track: route_export(root / "expanded", out, track=track)),
-    "extract": ("files", "expanded", lambda root, out, track: extract(root / "expanded", out, track=track)),
-    "fused": ("fused shards", "expanded", lambda root, out, track: merge(root / "expanded", out, track=track)),
-    "stock": ("stock shards", "expanded", lambda root, out, track: merge(root / "expanded", out, "stock", track=track)),
-    "apply": ("files", "extract", lambda root, out, track: apply(root / "extract", out, root / "base", track=track)),
-    "apply, the base": ("files", "base", lambda *given: VERBS["apply"][2](*given)),
-}
 
 
-@pytest.fixture
-def place(pair_of, llama_base, tmp_path) -> Path:
-    """A base, an expanded folder and an extract."""
-    shutil.copytree(pair_of("llama", "adapt_without_up_stream").path, tmp_path / "expanded")
-    extract(tmp_path / "expanded", tmp_path / "extract")
-    return tmp_path
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_looks_again(place, verb):
-    label, folder, work = VERBS[verb]
-    work(place, place / "unchanged", at(label, lambda: None))
-    assert (place / "unchanged").is_dir(), "the negative control: a track that changes nothing"
-    file = place / folder / ("model.safetensors" if folder == "base" else SHARD)
-    with refused("file-changed", file, CheckpointError):
-        work(place, place / "out", at(label, lambda: rewrite(file)))
-    assert not (place / "out").exists()
-
-
-def test_an_unfinished_folder_is_not_continued_with_another_file(place):
+def test_an_unfinished_folder_is_not_continued_with_another_file(pair_of, tmp_path):
     """A file of the same size, written at another time, is another one, for every verb."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    expanded, out = place / "expanded", place / "out"
+    expanded, out = shutil.copytree(pair_of("llama", "adapt").path, tmp_path / "expanded"), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         route_export(expanded, out, track=at("files", interrupt))
-    assert (place / "out.partial" / SHARD).is_file()
+    assert (tmp_path / "out.partial" / SHARD).is_file()
     rewrite(expanded / SHARD)
     route_export(expanded, out)
     assert (out / SHARD).read_bytes() == (expanded / SHARD).read_bytes()
