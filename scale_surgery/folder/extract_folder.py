@@ -33,7 +33,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.fields import Range
 from scale_surgery.folder.config import config_problems
-from scale_surgery.folder.folder import Folder
+from scale_surgery.folder.folder import Folder, refuse_linked
 from scale_surgery.folder.record import Manifest, read_manifest
 from scale_surgery.progress import Track, no_track
 
@@ -117,6 +117,7 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
             name=source.name,
             listing=listing,
         )
+        refuse_linked(opened)
         problems = content_problems(opened, listing.files)
         stored = {entry.stored_as for entry in manifest.base_files.values()}
         problems += [

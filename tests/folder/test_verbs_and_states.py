@@ -341,11 +341,12 @@ def test_all_that_is_damaged_is_named_at_once(name: str, places: Path, out: Path
     assert list(out.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", TAKERS)
+@pytest.mark.parametrize("name", [*TAKERS, "apply", "compose"])
 def test_code_that_lies_elsewhere_is_refused(name: str, places: Path, out: Path, tmp_path: Path) -> None:
     """With the bytes that it had: such a link is never taken along."""
     copied = copies(name, places, tmp_path / "copied")
-    code = copied / str(VERBS[name].damaged) / "expanded_stock.py"
+    folder = str(VERBS[name].damaged) if name in TAKERS else "extract"
+    code = copied / folder / "expanded_stock.py"
     shutil.move(code, tmp_path / "outside.py")
     code.symlink_to(tmp_path / "outside.py")
     assert refused(name, copied, out) == ["file-is-link"]
