@@ -17,7 +17,7 @@ from scale_surgery.checkpoint.reading import collector_paused, read_bytes
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.planning.new_tokens import NewTokens, extend_json, extended_tokenizer_config, token_ids
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import VOCABULARY_FILES, load_tokenizer
+from scale_surgery.running.tokenizer import VOCABULARY_FILES, forget_tokenizers, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,13 @@ def facts_of(text: bytes) -> TokenizerFacts:
         model.get("continuing_subword_prefix") or "",
         len(model.get("merges") or ()),
     )
+
+
+def forget_base_tokenizers() -> None:
+    """Drop the cached tokenizers and the cached contents of their files, before models need the memory."""
+    forget_tokenizers()
+    facts_of.cache_clear()
+    extend_json.cache_clear()
 
 
 def extend(base: BaseTokenizer, new: NewTokens, run: RunOptions) -> Any:

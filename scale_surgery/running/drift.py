@@ -142,13 +142,13 @@ def measure_drift(
     track: Track = no_track,
 ) -> Drift:
     """Run a model and its rewritten form on the same probe prompts, one after the other, and compare."""
+    from scale_surgery.running.base_tokenizer import forget_base_tokenizers
     from scale_surgery.running.loading import loaded
     from scale_surgery.running.prompts import encode_prompts
-    from scale_surgery.running.tokenizer import forget_tokenizers
 
     run = replace(run.placed(), dtype=None)  # compare in the stored dtype
     batch = encode_prompts(before if isinstance(before, Path) else before.path, probes, run).batch
-    forget_tokenizers()
+    forget_base_tokenizers()
     runs = []
     with track("probe prompts", 2) as advance:
         for given in (before, after):

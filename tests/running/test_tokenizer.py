@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from scale_surgery.evidence.verify import verify
-from scale_surgery.planning.new_tokens import NewTokens, TokenSource
+from scale_surgery.planning.new_tokens import NewTokens, TokenSource, extend_json
 from scale_surgery.planning.request import Request
 from scale_surgery.running import tokenizer as tokenizers_kept
+from scale_surgery.running.base_tokenizer import facts_of, forget_base_tokenizers
 from scale_surgery.running.new_tokens import check_new_tokens, find_new_tokens
 from scale_surgery.running.options import Probes
 from scale_surgery.running.tokenizer import load_tokenizer
@@ -255,3 +256,18 @@ def test_new_tokens_that_a_command_found_are_tried_once(tmp_path, loaded):
     (base / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<s>"}')
     check_new_tokens(base, given, tokens, 300)
     assert len(loaded) == 3
+
+
+def test_nothing_of_a_tokenizer_is_kept_while_models_run(tmp_path, loaded):
+    base, words = save_tiny(tmp_path / "base", "llama", vocab_size=300), tmp_path / "words.txt"
+    write_tokenizer(base, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    words.write_text("zorbified")
+    expand(base, Request("none", new_tokens=find_new_tokens(base, TokenSource(token_file=str(words)))), tmp_path / "wide")
+
+    def kept():
+        return len(tokenizers_kept._kept), facts_of.cache_info().currsize, extend_json.cache_info().currsize
+
+    # the negative control: after a command with new tokens something is kept of each
+    assert all(kept())
+    forget_base_tokenizers()
+    assert not any(kept())
