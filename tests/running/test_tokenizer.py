@@ -262,7 +262,8 @@ def test_nothing_of_a_tokenizer_is_kept_while_models_run(tmp_path, loaded):
     base, words = save_tiny(tmp_path / "base", "llama", vocab_size=300), tmp_path / "words.txt"
     write_tokenizer(base, {"tokenizer_class": "PreTrainedTokenizerFast"})
     words.write_text("zorbified")
-    expand(base, Request("none", new_tokens=find_new_tokens(base, TokenSource(token_file=str(words)))), tmp_path / "wide")
+    tokens = find_new_tokens(base, TokenSource(token_file=str(words)))
+    expand(base, Request("none", new_tokens=tokens), tmp_path / "expanded")
 
     def kept():
         return len(tokenizers_kept._kept), facts_of.cache_info().currsize, extend_json.cache_info().currsize
