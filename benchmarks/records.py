@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Read the records that a file holds; none where there is no file."""
+    """Yield the records of a file; a missing file has none."""
     if file.exists():
-        lines = file.read_text(encoding="utf-8").splitlines()
-        # the last value of a record is an object; a run that was killed while it wrote has left a part of a line
-        yield from (json.loads(line) for line in lines if line.endswith("}}"))
+        for line in file.read_text(encoding="utf-8").splitlines():
+            # a run that was killed while it wrote has left a part of a line, which is no JSON
+            with suppress(json.JSONDecodeError):
+                yield json.loads(line)
 
 
 def append_line(file: Path, record: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ def methods_for(base: Path, size: Size) -> tuple[Method, ...]:
         Method("depth", partial(deepened, request=Request(upper, method="depth")), 1e-3),
         Method("grow-freeze", partial(expanded, request=Request(f"last:{grown}", method="grow")), 1e-3),
         *(
-            expansion(name, partial(expanded, request=_matched(base, request, most)), rate, routers)
+            expansion(name, partial(expanded, request=matched(base, request, most)), rate, routers)
             for name, (request, most, rate, routers) in scale.items()
         ),
         Method("gated", partial(expanded, request=replace(ADAPT_BOTH, variant="gated")), 2e-3),
@@ -122,7 +122,7 @@ def _route(make: Callable[..., Any], routing: Router, base: Path, model: Any) ->
     return routed
 
 
-def _matched(base: Path, request: Request, budget: int) -> Request:
+def matched(base: Path, request: Request, budget: int) -> Request:
     """Choose the inner width whose expansion has about as many parameters; they are linear in it."""
     width = 16
     few, more = (_added(base, replace(request, up_inner_width=inner_width)) for inner_width in (width, 2 * width))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def apply_command(extract: str, base: str | None, output: Path, out: Output, **options: Any) -> None:
     """Add the new tensors of EXTRACT, a folder or a Hub id, to its base model.
 
-    The output equals the folder before extract, byte for byte.
+    The output equals the folder that was extracted, byte for byte.
 
     \b
     Example: scale-surgery apply EXTRACT --base MODEL -o EXPANDED

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 @click.option(
     "--switch-rate",
     type=float,
-    help="Share of weight that each path passes to the others at every token. 0 bounds the loss of any text.  "
-    "[default: 0.01; at least 0 and less than 1]",
+    help="Share of weight that each path passes to the others at every token. With 0, the loss of any text is "
+    "bounded.  [default: 0.01; at least 0 and less than 1]",
 )
 @overwrite_options
 @output_options
@@ -58,8 +58,8 @@ def compose_command(
 ) -> None:
     """Combine EXTRACTS of one BASE into one folder, which loads as one model.
 
-    The router weights K + 1 paths, the base and every expansion, by how well each predicted the text so far. BASE is
-    the base model. To add or remove expansions, BASE can be an expanded folder.
+    The router weighs K + 1 paths, the base and every expansion, by how well each predicted the text so far. BASE is the
+    base model, or an expanded folder to add expansions to or remove them from.
 
     \b
     Example: scale-surgery compose MODEL MEDICINE LAW -o COMPOSED

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "--plan",
     "plan_file",
     type=FILE,
-    help="Plan file of the command plan, instead of --layers and other options of a plan.",
+    help="Plan file to execute, written by plan -o. It replaces --layers and the other options of plan.",
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing, like the command plan.")
 @overwrite_options

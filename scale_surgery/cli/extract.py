@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @overwrite_option
 @output_options
 def extract_command(expanded: Path, output: Path, name: str | None, overwrite: bool, out: Output) -> None:
-    """Write the new tensors of EXPANDED without its base: a small folder, like an adapter, with the name of the base.
+    """Write the new tensors of EXPANDED without its base: a small folder, like an adapter. It records the base's name.
 
-    apply adds it to its base again. compose combines several of them on one base.
+    apply adds an extract to its base again. compose combines several extracts on one base.
 
     \b
     Example: scale-surgery extract EXPANDED -o EXTRACT

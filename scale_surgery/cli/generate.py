@@ -43,8 +43,8 @@ def look_options(command: Decorator) -> Decorator:
     paths = click.option(
         "--paths/--no-paths",
         default=None,
-        help="Show the path of each token of a routed model: by colour, or in ⟦⟧ if there are no colours. Default: "
-        "only with colours.",
+        help="Show the path of each token of a routed model: by colour, or in ⟦⟧ if the output has no colours. "
+        "Default: show it only in colour.",
     )
     return paths(command)
 
@@ -63,7 +63,8 @@ def look_options(command: Decorator) -> Decorator:
     "--samples",
     type=click.IntRange(min=1),
     help="Number of texts to sample from the base of MODEL into -o OLD.jsonl, for --old of other commands. Each starts "
-    "at the tokenizer's first token of a text. Only --max-new-tokens, --temperature (default: 1) and --seed apply.",
+    "from the tokenizer's BOS token, or from EOS if there is no BOS. Only --max-new-tokens, --temperature "
+    "(default: 1) and --seed apply.",
 )
 @asking_options
 @look_options
@@ -81,8 +82,8 @@ def generate_command(
 ) -> None:
     """Answer prompts with MODEL, a stock, expanded, routed, composed or fused model. For a conversation, use chat.
 
-    Without --prompt and --prompts, the prompt is the whole text on stdin. Each prompt is answered on its own. The most
-    likely token is taken by default, unless the model's own settings sample.
+    Without --prompt and --prompts, the prompt is the whole text on stdin. Each prompt is answered on its own. Decoding
+    is greedy by default. Exception: it samples if generation_config.json of MODEL says so.
 
     \b
     Example: scale-surgery generate ROUTED --prompt "Once upon a time"

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def hold_out_command(files: tuple[str, ...], output: Path, out: Output, **options: Any) -> None:
     """Split FILES into learn.jsonl, calibrate.jsonl for the router, and measure.jsonl for measurements.
 
-    Documents are drawn by a hash of their text. So equal documents go to the same part, and a second run draws the
-    same. With fewer than 20 documents, the ends of long ones are held out.
+    A hash of the text of a document chooses its part. So equal documents go to the same part, and a second run gives
+    the same parts. With fewer than 20 documents, the ends of long documents are held out.
 
     \b
     Example: scale-surgery hold-out domain.jsonl -o texts

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     default="fused",
     show_default=True,
     help="Form of the output. fused: one matrix for each linear layer, for faster inference and for vLLM, with its own "
-    "model code. stock: a plain checkpoint of the base's architecture, if the hidden size was not widened. blocks: the "
-    "blocks of a fused model again, byte for byte.",
+    "model code. stock: a plain checkpoint of the base's architecture, if the hidden size was not widened. blocks: "
+    "split a fused model into its blocks again, byte for byte.",
 )
 @click.option("--name", help="Expansion to merge, if there are several. The others are left out.")
 @running_options

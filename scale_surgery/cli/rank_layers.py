@@ -58,11 +58,11 @@ def rank_layers_command(
     """Rank the layers of MODEL, a base model, by their change in a short training run on --data.
 
     A copy of MODEL is fine-tuned for a few steps (the pilot) and discarded. MODEL is not changed. The change of a layer
-    is the norm of the change of its MLP over the norm of the MLP. The most changed layers within the budget are
-    proposed for --layers of expand.
+    is |W' - W| / |W|, for all weights of its MLP. The most changed layers within the budget are proposed for --layers
+    of expand.
 
-    Layers within a tenth of the last proposed change are a tie, because one pilot cannot separate them. Of tied layers,
-    the last ones are proposed, as without a pilot.
+    Take the least changed layer that fits the budget: all layers within a tenth of its change are a tie, because one
+    pilot cannot separate them. Of tied layers, the last ones are proposed, as without a pilot.
 
     \b
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%

@@ -44,16 +44,17 @@ def route_calibrate_command(
 ) -> None:
     """Find the best setting for the router of ROUTED: a threshold, or a prior and a switch rate.
 
-    ROUTED is an output folder of route-export or compose. A prior of compose has a weight for each path.
+    ROUTED is an output folder of route-export or compose. The prior of a composed folder has one weight for each path.
 
     Each text is read once, and every setting is computed from the logits of all paths. Forgetting is the loss on old
     text minus the base's. Learning is the base's loss on new text minus the model's. Both are in nats per token.
 
     The best setting learns most and forgets at most --most-forgetting. If every setting forgets more, it is the one
-    that forgets least. By default, no setting may lose more than now on any text, or on the first 8 tokens of old
-    texts. --bound changes the first limit. --set changes the others: bound_per_token and most_short_forgetting. A
-    change of setting needs a gain (--set least_gain). If settings are equal, the current one wins, then the default.
-    Measure the result on other text than the calibration text.
+    that forgets least. By default, the bound on the loss of a text, its increase per token, and the forgetting on the
+    first 8 tokens of old texts may not exceed those of the current setting. To change these limits, use --bound, --set
+    bound_per_token and --set most_short_forgetting. The best setting replaces the current one only if it gains enough
+    (--set least_gain). If settings are equal, the current one wins, then the default. Measure the result on other text
+    than the calibration text.
 
     \b
     Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.txt --write

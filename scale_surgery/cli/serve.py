@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @options_from(Address)
 @click.option(
     "--expansion",
-    help="Expansion of a composed folder, or base, that answers requests to MODEL. Default: all, weighted by the "
-    "router. A request can also name its expansion.",
+    help="Answer requests to MODEL with this expansion of a composed folder, or with base. Default: all, weighted by "
+    "the router. A request can also name its expansion.",
 )
 @run_options("device", "dtype", code=code_of("MODEL"))
 @output_options

@@ -81,9 +81,10 @@ def train_command(
 ) -> None:
     """Train the new tensors of EXPANDED. The base stays frozen.
 
-    Data are text files (one document each), JSONL with "text", or "question" and "answer", or "prompt" and
-    "completion", folders saved by the library datasets or full of JSONL or Parquet files, and datasets of the Hub:
-    ORG/NAME. Add options after commas: ORG/NAME,split=train,column=body. In a question, only the answer is learned.
+    --data takes text files (one document each) and JSONL files. A line of JSONL has "text", or "question" and "answer",
+    or "prompt" and "completion". --data also takes folders of JSONL or Parquet files, folders saved by the library
+    datasets, and datasets of the Hub. Add options to the name of a Hub dataset after commas:
+    ORG/NAME,split=train,column=body. Of a question, only the answer is learned.
 
     \b
     Example: scale-surgery train EXPANDED --data new.txt --eval-data old=old.txt

@@ -44,7 +44,7 @@ def verify_command(
     out: Output,
     **options: Any,
 ) -> None:
-    """Check the promises of EXPANDED, and show the numbers. The exit code is 1 if one is broken.
+    """Check the promises of EXPANDED, and show the numbers. The exit code is 1 if a promise is broken.
 
     \b
     recoverable           the base checkpoint comes back byte for byte
@@ -58,9 +58,9 @@ def verify_command(
                           has the base's logits, bit for bit
     paths_as_alone        the path of each expansion in a routed model gives the
                           logits of that expansion alone, bit for bit
-    bounded_forgetting    a routed model's loss exceeds the base's by at most
-                          -ln(prior) nats a text; with K > 1 expansions that of
-                          the best path by at most ln(K + 1)
+    bounded_forgetting    the loss of a text in a routed model exceeds the base's
+                          by at most -ln(prior) nats; with K > 1 expansions, it
+                          exceeds the best path's by at most ln(K + 1) nats
 
     \b
     Example: scale-surgery verify EXPANDED --base MODEL -o certificate.json

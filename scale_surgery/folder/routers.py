@@ -30,9 +30,9 @@ class RouterOptions:
         router: Rule of the router. posterior mixes all paths by how well each predicted the text so far. cosine picks
             one of two paths by the cosine of their base logits (SCALE, arXiv 2511.03270, eq. 5).
         threshold: Cosine above which a token takes the preserve path (cosine).
-        prior: Weight of the base at the start of a text (posterior). Default: the same as each other path.
+        prior: Weight of the base at the start of a text (posterior). Default: equal weights of all paths.
         switch_rate: Share of weight that each path passes to the others at every token (posterior).
-        strict: Output only the base model's logits on the preserve path (cosine). posterior always does.
+        strict: Output only the base model's logits on the preserve path (cosine). posterior always does so.
     """
 
     router: str = field(default="posterior", metadata={"choices": lambda: ROUTERS})

@@ -11,15 +11,15 @@ class Push:
     """Settings of a push.
 
     Attributes:
-        private: Make a new repository private (the default) or public. An existing repository keeps its visibility, and
-            is refused if that differs from this flag.
+        private: Make a new repository private (the default) or public. An existing repository keeps its visibility. If
+            this flag differs from it, the push is rejected.
         create_pr: Open a pull request instead of writing to the main branch.
         revision: Branch to write to. It is created if it does not exist. Default: the main branch.
         commit_message: First line of the commit message. Default: Push ... with scale-surgery.
         card: File to push as README.md. Default: the folder's own card, or a generated one.
         write_card: Generate a new card, even if a hand-written one exists.
         license: Licence in the generated card, by its Hub name, such as apache-2.0. Default: the base's.
-        replace: Remove model files from the repository that this folder lacks, if the repository holds another model.
+        replace: If the repository holds another model, remove its model files that this folder lacks.
         check: Check bytes and structure of the folder first.
     """
 

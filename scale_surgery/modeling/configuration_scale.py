@@ -1,13 +1,15 @@
-"""Configurations of expanded models: each a stock class with a model type of its own, made when its name is asked for.
+"""Configurations of expanded models: subclasses of stock classes, with their own model type. Each is made on demand.
 
-`ScaleQwen3Config` is made of `Qwen3Config`. It has one more key, `scale_surgery`:
+`ScaleQwen3Config` is made from `Qwen3Config`. It has one more key, `scale_surgery`:
 
     base                the modules through which all paths pass
         hidden              width of the hidden state
-        base_model, layers, last      names of the module that holds the layers, of these in it, and of its last norm
-        kind_of_layer, kinds          layers may be of several kinds: the kind of each layer, and for each kind
-            modules                       a module's name: its kind, and widths of the parts of a fused projection
-            attention                     an attention module's name: its heads, and the names of numbers of heads
+        base_model                    name of the module that holds the layers
+        layers, last                  names of the layers and of the last norm in this module
+        kind_of_layer, kinds          the kind of each layer; a model may have several kinds, each with
+            modules                       by name of a module: its kind, and widths of the parts of a fused projection
+            attention                     by name of an attention module: its heads, and the attributes and config
+                                          keys that hold numbers of heads
         not_loaded              paths of tensors in the base's files that its class does not load, if any
         softcap, softcap_key          the cap of the logits, and its key in the config
     expansions          a list with an entry for each expansion
@@ -15,10 +17,10 @@
         expanded_layers     the widened layers
         collaborative       layers with W12, and the groups of linears in them that have it
         widths              the added widths: up_width of the hidden state, up_kv_heads, up_inner_width of an MLP
-        model, head         modules outside the layers: a module's name, and its additions
-        expanded, passing, attention  additions to a widened layer, to another layer, and new heads; if layers are of
-                            several kinds, `kinds` and `kind_of_layer` as above
-        enter               "hook" if up streams enter before the first layer, and not beside the embedding
+        model, head         additions to the modules outside the layers, by name of a module; additions to the head
+        expanded, passing   additions to the modules of a widened layer, and of a layer that is not widened
+        attention           new heads. If layers are of several kinds, these three are in `kinds`, as above
+        enter               "hook" if up streams enter as zeros before the first layer, not from the embedding
         problems            reasons why its path cannot run beside others
         origin              how it was made; no code here reads it
     router              the router's name and numbers, if there is one
@@ -36,13 +38,13 @@ from .expanded_releases import warn_of_old_release
 
 
 def find_stock_class(name: str, kind: type, module: str, prefix: str = "Scale") -> Any:
-    """Find the class of transformers of which one of our classes is made.
+    """Find the class of transformers from which one of our classes is made.
 
     Args:
         name: Name of our class: the prefix and the name of the stock class.
-        kind: Class that it has to be a subclass of, of configurations or models.
-        module: Module that was asked for our class.
-        prefix: Prefix before the name of the stock class.
+        kind: Required superclass: that of configurations or of models.
+        module: Name of the module that has our class, for the error.
+        prefix: Prefix of our class's name.
 
     Raises:
         AttributeError: If there is none.
@@ -57,11 +59,11 @@ def find_stock_class(name: str, kind: type, module: str, prefix: str = "Scale") 
 
 
 def config_of(stock: type, module: str = "") -> type:
-    """The configuration of what is expanded of a stock model: one more key, `scale_surgery`, says what and how wide.
+    """Make the configuration class of an expanded model. Its additional key, `scale_surgery`, describes the expansions.
 
     Args:
         stock: Configuration class of the base model.
-        module: Where the class is found if not here; a model that is saved takes the files of that module along.
+        module: Module of the class; empty for this module. `save_pretrained` also copies the files of that module.
     """
     return _make_config(stock, module or __name__)
 

@@ -20,18 +20,18 @@ The way of a token
 2. Embedding. It gives x, the base stream. Each active expansion adds an up stream after it, from its own embedding
    columns, or zeros: [x | up of medicine | up of law]. From here on, hidden states are wider than the stock code
    expects. Stock code outside the modules (adding, scaling, gating, rotating heads) works element by element or head
-   by head, so the up streams cannot change a number of x.
+   by head, so the up streams cannot change any value of x.
 3. Modules. Each module of a layer has a second class (`expanded_modules`). It splits its input into streams, and calls
    the stock module with x alone. The blocks of each expansion compute its up stream: W21 x + W22 x_up. The results are
    joined. A module without blocks of an active expansion runs unchanged.
 4. Exactness. x equals the hidden state of the base model, bit for bit, because no block writes into it. The stock
    module gets the same numbers in the same shape, with the same strides and, on a CPU, at the same alignment. For the
-   base, W12 is not multiplied as a matrix of zeros; the product is not computed at all. No trained tensor reaches x,
-   so no gradient passes through it: base tensors get no gradient there, even if they require one.
-   Before training, the logits equal the base's too. An expansion adds W12 x_up to a base stream and head_up x_up to
-   the logits. Both are zero initially, and y + 0 is y.
-   Exception: with more than two MLPs (`share` of `GrownBlocks`) and with `torch.compile`, sums run in another order,
-   and logits are equal up to rounding.
+   base, W12 is not multiplied as a matrix of zeros; the product is not computed at all. No trained tensor contributes
+   to x, so no gradient passes through x. Base tensors get no gradient from x, even if they require one.
+   Before training, the logits equal the base's too. An expansion adds W12 x_up to its own copy of the base stream (step
+   5), and head_up x_up to the logits. Both are zero initially, and y + 0 is y.
+   Exceptions: with more than two MLPs (`share` of `GrownBlocks`), and with `torch.compile`, sums have another order, so
+   logits are equal only up to rounding.
 5. Fork. An expansion with W12 has its own base stream. Before its first layer with W12, a hook copies x for it
    (`Fork`): [x | up of medicine | x' of law, up of law]. From there on the stock module runs twice, on x and on x'.
    W12 x_up is added only to the result for x'. If law runs alone, only x' exists, and the stock module runs once.
@@ -73,7 +73,7 @@ def model_of(stock: type, stock_config: type, module: str = "") -> type:
         module: Module of the class and of its configuration; empty for this module.
 
     Returns:
-        The class. Without a head, its model returns hidden states, [base stream, up stream].
+        The class. If the stock class has no head, its models return hidden states: [base stream, up stream].
     """
     return _make_model(stock, stock_config, config_of(stock_config, module), module or __name__)
 

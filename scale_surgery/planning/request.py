@@ -50,7 +50,7 @@ class Request:
         up_width: Features to add to the hidden size. Default: from the ratio, a multiple of 8. Exception: fewer if the
             new columns of the head would cost more parameters than the layers.
         up_kv_heads: Key/value heads to add in each layer, with their query heads. Default: from the ratio. Exception:
-            none if one head is more than twice that share.
+            none if one head would add more than twice the ratio.
         up_inner_width: Features to add inside each MLP. Default: from the ratio.
         init_w21: Initial values of W21.
         init_w22: Initial values of W22.

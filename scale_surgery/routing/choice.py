@@ -29,8 +29,8 @@ class CalibrationSettings:
 
     Attributes:
         most_forgetting: Maximum forgetting on old text, in nats per token.
-        bound: Maximum loss of any text over the base, in nats: -ln(prior) of a posterior router. A composed model is
-            compared with its best path. Default: the bound of the current setting.
+        bound: Maximum by which the loss of a text may exceed the base's, in nats: -ln(prior) of a posterior router. For
+            a composed model, the limit is relative to its best path. Default: the bound of the current setting.
         bound_per_token: Maximum increase of the bound for each further token, in nats: -ln(1 - switch rate). Default:
             the increase of the current setting.
         most_short_forgetting: Maximum forgetting on the first 8 tokens of old texts, in nats per token. Default: 0.02

@@ -44,7 +44,7 @@ class TrainingSettings:
             times as much in preserve.
         schedule: Shape of the learning rate after the warm-up.
         warmup: Share of the steps in which the learning rate rises from zero. Default: 0.06, and at least 10 steps. A
-            shorter run ends with a lower rate.
+            run without so many steps ends before the peak rate.
         weight_decay: Weight decay of AdamW.
         max_gradient_norm: Norm to which gradients are clipped. 0 clips nothing.
         groups: Groups of new tensors to train, such as w12,w21.
