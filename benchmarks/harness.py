@@ -1,69 +1,108 @@
-"""What benchmarks that train share: runs that are kept as they end, and the sweep of a learning rate."""
+"""What benchmarks that train share: steps, records of runs, and the sweep of a learning rate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+from pydantic import TypeAdapter
+
 from benchmarks.records import append_line, read_lines
 
-# learning rates of a sweep, a factor of about three apart
-RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+WARM_UP = 0.06  # share of the steps; a straight line to zero takes the rest
+GRADIENT_NORM = 1.0
 
 
 class Recorded(Protocol):
-    """A run that has ended, which can be told from others and written down."""
+    """A run that has ended: a dataclass, which can be told from others by its key."""
 
     @property
     def key(self) -> Hashable:
         """Settings that no other run has."""
         ...
 
-    def as_record(self) -> dict[str, Any]:
-        """Return the run as JSON values."""
-        ...
-
 
 RunT = TypeVar("RunT", bound=Recorded)
 AnyRun = TypeVar("AnyRun")
+Rate = TypeVar("Rate", bound=float)
 
 
 class Records(Generic[RunT]):
-    """Runs by key, in a file that grows as they end; a run that the file holds is not run again."""
+    """Runs in a file that grows as they end, a line each; other processes may add to it."""
 
-    def __init__(self, file: Path, parse: Callable[[dict[str, Any]], RunT], say: Callable[[RunT], None]) -> None:
+    def __init__(self, file: Path, kind: type[RunT], say: Callable[[RunT], object] = lambda run: None) -> None:
         self.file, self.say = file, say
-        self.runs = {run.key: run for run in map(parse, read_lines(file))}
+        self._parse = TypeAdapter(kind).validate_python
 
-    def get(self, key: Hashable, make: Callable[[], RunT]) -> RunT:
-        """Return the run of a key; make and record it if there is none."""
-        if key not in self.runs:
-            made = make()
-            append_line(self.file, made.as_record())
-            self.runs[key] = made
-            self.say(made)
-        return self.runs[key]
+    def read(self) -> list[RunT]:
+        """Return all runs."""
+        return list(map(self._parse, read_lines(self.file)))
+
+    def append(self, done: RunT) -> None:
+        """Write a run as a line at the end of the file."""
+        append_line(self.file, asdict(done))  # type: ignore[call-overload]
+
+    def once(self, key: Hashable, make: Callable[[], RunT]) -> RunT:
+        """Return the run of a key; make, record and describe it if there is none."""
+        for done in self.read():
+            if done.key == key:
+                return done
+        made = make()
+        self.append(made)
+        self.say(made)
+        return made
 
 
-def sweep(run_at: Callable[[float], AnyRun], rate: float, choose: Callable[[Collection[AnyRun]], AnyRun]) -> AnyRun:
-    """Run at a rate and at its neighbours until the chosen run is not at the edge; return the chosen run.
+def sweep(
+    run_at: Callable[[Rate], AnyRun],
+    rate: Rate,
+    neighbours: Callable[[Rate], Collection[Rate]],
+    choose: Callable[[Collection[AnyRun]], AnyRun],
+) -> list[AnyRun]:
+    """Run at a rate and at its neighbours until the chosen run is not at the edge; return all runs.
 
     Args:
-        run_at: Trains at a learning rate.
-        rate: One of `RATES`, where the sweep begins.
+        run_at: Trains at a learning rate, or at what stands for one.
+        rate: Where the sweep begins.
+        neighbours: Gives the rates beside one.
         choose: Picks the best of some runs.
     """
-    tried: dict[float, AnyRun] = {}
-    wanted = neighbours(rate)
+    tried: dict[Rate, AnyRun] = {}
+    wanted = {rate, *neighbours(rate)}
     while wanted - tried.keys():
         tried |= {rate: run_at(rate) for rate in sorted(wanted - tried.keys())}
         best = choose(tuple(tried.values()))
-        wanted = neighbours(next(rate for rate, run in tried.items() if run is best))
-    return best
+        (rate,) = (rate for rate, run in tried.items() if run is best)
+        wanted = {rate, *neighbours(rate)}
+    return list(tried.values())
 
 
-def neighbours(rate: float, rates: Sequence[float] = RATES) -> set[float]:
-    """Return a rate and those beside it."""
-    index = rates.index(rate)
-    return set(rates[max(0, index - 1) : index + 2])
+def beside(rate: float) -> tuple[float, float]:
+    """Return the rates below and above one of 1, 3, 10, 30, ... times a power of ten."""
+    digit, power = f"{rate:.0e}".split("e")
+    between = (f"3e{int(power) - 1}", f"3e{power}") if digit == "1" else (f"1e{power}", f"1e{int(power) + 1}")
+    return float(between[0]), float(between[1])
+
+
+def stepping(model: Any, rate: float, steps: int) -> Callable[[], None]:
+    """Return a function that takes a step of AdamW on all that trains, with gradients clipped and a scheduled rate."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
+
+    def take_step() -> None:
+        torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return take_step
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Return the share of the peak learning rate at a step: a straight line up, then one down to zero."""
+    warm_up = max(1, round(WARM_UP * steps))
+    return min((step + 1) / warm_up, (steps - step) / (steps - warm_up))

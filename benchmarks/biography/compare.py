@@ -25,6 +25,7 @@ A run that ends becomes a line of the records file, and what has a line is not r
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -35,13 +36,11 @@ from transformers.utils import logging
 
 from benchmarks.biography.methods import GROWING, INITS, METHODS, PRESERVE, ROUTED, STREAM, Method
 from benchmarks.biography.report import LEGEND, STREAM_LEGEND, TARGETS_LEGEND, render, render_targets
-from benchmarks.biography.runs import Examination, Run, Settings, append_record, read_records, run
+from benchmarks.biography.runs import Examination, Run, Settings, run
+from benchmarks.harness import Records, beside, sweep
 from scale_surgery import register
 from scale_surgery.biographies import SHIPPED_MODEL
 
-COARSE = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-BETWEEN = (1.7e-5, 5.5e-5, 1.7e-4, 5.5e-4, 1.7e-3, 5.5e-3, 1.7e-2, 5.5e-2, 1.7e-1)
-HALF_A_STEP_BELOW = dict(zip(COARSE[1:], BETWEEN, strict=True))
 TIE = 0.01  # accuracies on Task 1 that differ by less count as equal
 FIGURES = {"methods": METHODS, "growing": GROWING, "stream": STREAM, "routed": ROUTED}
 NAMES = sorted({method.name for methods in FIGURES.values() for method in methods})
@@ -52,39 +51,30 @@ class Bench:
     """Runs, and the records that make a second run of the same unnecessary."""
 
     def __init__(self, settings: Settings, records: Path, console: Console) -> None:
-        self.settings, self.records, self.console = settings, records, console
-        self.done = {record.key: record for record in read_records(records)}
+        self.settings = settings
+        self.records = Records(records, Run, lambda done: console.print(describe(done), highlight=False))
         self.examination = Examination(AutoTokenizer.from_pretrained(SHIPPED_MODEL), settings)
 
     def run(self, method: Method, rate: float, seed: int) -> Run:
         """Return the record of a run, and run it if there is none."""
         key = (method.name, rate, seed, self.settings)
-        if key not in self.done:
-            record = run(method, rate, seed, self.examination, self.settings)
-            append_record(self.records, record)
-            self.done[key] = record
-            self.console.print(describe(record), highlight=False)
-        return self.done[key]
+        return self.records.once(key, lambda: run(method, rate, seed, self.examination, self.settings))
 
     def sweep(self, method: Method) -> Run:
         """Run a method of the first seed at several rates, as the module says; return the run chosen."""
-        tried: dict[float, Run] = {}
-        wanted = neighbours(method.rate)
-        while wanted != set(tried).intersection(wanted):
-            tried |= {rate: self.run(method, rate, 0) for rate in sorted(wanted - tried.keys())}
-            wanted = neighbours(choose(tried.values()).rate)
-        below = HALF_A_STEP_BELOW[choose(tried.values()).rate]
-        return choose([*tried.values(), self.run(method, below, 0)])
+        at_first_seed = partial(self.run, method, seed=0)
+        tried = sweep(at_first_seed, method.rate, beside, choose)
+        return choose([*tried, at_first_seed(half_a_step_below(choose(tried).rate))])
 
     def seeds(self, method: Method, rate: float, count: int) -> list[Run]:
         """Run a method at one rate with several seeds."""
         return [self.run(method, rate, seed) for seed in range(count)]
 
 
-def neighbours(rate: float) -> set[float]:
-    """A coarse rate and the ones beside it."""
-    index = COARSE.index(rate)
-    return set(COARSE[max(0, index - 1) : index + 2])
+def half_a_step_below(rate: float) -> float:
+    """Return 1.7 below 3, and 5.5 below 10."""
+    below, _ = beside(rate)
+    return float(f"{below * (1.7 if f'{below:.0e}'.startswith('1') else 5.5 / 3):.2g}")
 
 
 def choose(runs: Collection[Run]) -> Run:
@@ -155,8 +145,9 @@ def main(figure: str, names: tuple[str, ...], seeds: int, quick: bool, images: P
     console.print(render(groups, figure), legend, sep="\n", highlight=False)
     if figure == "routed":
         console.print(render_targets(groups), TARGETS_LEGEND, sep="\n", highlight=False)
-    minutes = sum(record.seconds for record in bench.done.values()) / 60
-    console.print(f"{len(bench.done)} runs on record, {minutes:.1f} min of processor time", highlight=False)
+    done = bench.records.read()
+    minutes = sum(record.seconds for record in done) / 60
+    console.print(f"{len(done)} runs on record, {minutes:.1f} min of processor time", highlight=False)
     if images is not None:
         from benchmarks.biography import figures as biography_figures  # matplotlib is needed for figures alone
 

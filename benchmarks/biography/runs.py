@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -19,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from benchmarks.biography.methods import Method
 from benchmarks.biography.train_model import ARCHITECTURE, STYLES, batches, documents, nats_per_token
+from benchmarks.harness import stepping
 from scale_surgery.biographies import (
     SHIPPED_MODEL,
     SHIPPED_PEOPLE,
@@ -31,8 +30,6 @@ from scale_surgery.biographies import (
 )
 
 WIDTH = ARCHITECTURE["hidden_size"]
-WARM_UP = 0.06  # share of the steps; a straight line to zero takes the rest
-GRADIENT_NORM = 1.0
 MEASURED = (0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
 
 
@@ -204,42 +201,3 @@ def train(
         take_step()
         if step in measured:
             yield examination.score(model, step)
-
-
-def stepping(model: Any, rate: float, steps: int) -> Callable[[], None]:
-    """What takes an optimizer step after backward: AdamW of all that trains, gradients clipped, the rate scheduled."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
-
-    def take_step() -> None:
-        torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-
-    return take_step
-
-
-def share_of_rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate at a step: a straight line up, then one down to zero."""
-    warm_up = max(1, round(WARM_UP * steps))
-    return min((step + 1) / warm_up, (steps - step) / (steps - warm_up))
-
-
-def read_records(file: Path) -> list[Run]:
-    """Read the records that a file holds; none where there is no file."""
-    if not file.exists():
-        return []
-    return [_parse(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def append_record(file: Path, done: Run) -> None:
-    """Write one record as one line at the end of a file."""
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(asdict(done)) + "\n")
-
-
-def _parse(record: dict[str, Any]) -> Run:
-    points = tuple(Point(**point) for point in record["points"])
-    return Run(**record | {"settings": Settings(**record["settings"]), "points": points})

@@ -13,9 +13,9 @@ made once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,11 +24,12 @@ from typing import get_args
 import click
 import torch
 
+from benchmarks.harness import Records, sweep
 from benchmarks.language.base import SIZES, make_base
 from benchmarks.language.methods import Method, methods_for
 from benchmarks.language.packages import LEARNED
 from benchmarks.language.parallel import write_pairs
-from benchmarks.language.runs import Key, Place, Rehearse, Run, Subject, append_run, read_runs, run, run_base
+from benchmarks.language.runs import Key, Place, Rehearse, Run, Subject, run, run_base
 from benchmarks.language.text import write_texts
 
 RECORDS = Path(__file__).with_name("runs.jsonl")
@@ -54,20 +55,22 @@ def place_of(work: Path, subject: Subject) -> Place:
     return Place(work, subject)
 
 
-def sweep(work: Path, records: Path, subject: Subject, name: str, tokens: int) -> float:
+def sweep_rates(work: Path, records: Path, subject: Subject, name: str, tokens: int) -> float:
     """Run a method at several rates, and choose one."""
     place = place_of(work, subject)
     method = method_of(place, name)
-    tried: dict[int, float] = {}
-    wanted = {0}
-    while wanted:
-        for power in sorted(wanted):
-            key = Key(subject, name, "none", rate_at(method, power), round(SWEPT_SHARE * tokens), 0)
-            tried[power] = once(place, records, method, key, is_examined=False).points[-1].new
-        best = min(tried.values())
-        chosen = min(power for power, new in tried.items() if new <= best + TIE)
-        wanted = {chosen - 1, chosen, chosen + 1} - tried.keys()
-    return rate_at(method, chosen)
+
+    def run_at(power: int) -> Run:
+        key = Key(subject, name, "none", rate_at(method, power), round(SWEPT_SHARE * tokens), 0)
+        return once(place, records, method, key, is_examined=False)
+
+    return choose(sweep(run_at, 0, lambda power: (power - 1, power + 1), choose)).key.rate
+
+
+def choose(runs: Collection[Run]) -> Run:
+    """Choose the lowest rate that learns about as much as the best."""
+    best = min(run.points[-1].new for run in runs)
+    return min((run for run in runs if run.points[-1].new <= best + TIE), key=lambda run: run.key.rate)
 
 
 def rate_at(method: Method, power: int) -> float:
@@ -83,15 +86,14 @@ def learn(work: Path, records: Path, key: Key) -> Run:
 
 def once(place: Place, records: Path, method: Method, key: Key, *, is_examined: bool = True) -> Run:
     """Return the record of a run, and run it if there is none."""
-    for done in read_runs(records):
-        if done.key == key:
-            return done
-    done = run(place, method, key, is_examined=is_examined)
-    append_run(records, done)
-    end = done.points[-1]
-    say = f"{key.method:12} {key.rehearse:5} {key.rate:<8g} seed {key.seed} {done.seconds:5.0f} s"
-    click.echo(f"{say}  old {end.old:.3f}  new {end.new:.3f}")
-    return done
+    return Records(records, Run, describe).once(key, partial(run, place, method, key, is_examined=is_examined))
+
+
+def describe(done: Run) -> None:
+    """Print a line about a run."""
+    key, end = done.key, done.points[-1]
+    line = f"{key.method:12} {key.rehearse:5} {key.rate:<8g} seed {key.seed} {done.seconds:5.0f} s"
+    click.echo(f"{line}  old {end.old:.3f}  new {end.new:.3f}")
 
 
 def method_of(place: Place, name: str) -> Method:
@@ -129,14 +131,15 @@ def main(
     torch.set_num_threads(jobs)
     subject = Subject(size, second)
     prepare(work, subject)
-    if not any(done.key.subject == subject and done.key.method == "base" for done in read_runs(records)):
-        append_run(records, run_base(place_of(work, subject)))
+    kept = Records(records, Run)
+    if not any(done.key.subject == subject and done.key.method == "base" for done in kept.read()):
+        kept.append(run_base(place_of(work, subject)))
     known = [method.name for method in methods_for(make_base(work, size, second), SIZES[size])]
     if foreign := sorted(set(names) - set(known)):
         raise click.UsageError(f"--method {', '.join(foreign)}: expected some of {', '.join(known)}.")
     chosen = [name for name in known if name in (names or known)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        swept = [pool.submit(sweep, work, records, subject, name, tokens) for name in chosen if rate is None]
+        swept = [pool.submit(sweep_rates, work, records, subject, name, tokens) for name in chosen if rate is None]
         rates = [future.result() for future in swept] or [rate] * len(chosen)
         kinds = [(rehearse, 1.0 if rehearse == "none" else weight) for rehearse in rehearsed or get_args(Rehearse)]
         orders = product(range(seeds), kinds, zip(chosen, rates, strict=True))

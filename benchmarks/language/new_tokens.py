@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.biography.methods import expanded, whole
-from benchmarks.biography.runs import stepping
+from benchmarks.harness import Records, stepping
 from benchmarks.language.base import SIZES, first, make_base, pack, shuffled, unread
 from benchmarks.language.measures import ROWS, score
 from benchmarks.language.methods import POSTERIOR, ROUTERS, Method, expansion, methods_for
@@ -40,7 +40,6 @@ from benchmarks.language.packages import ENGLISH, LEARNED
 from benchmarks.language.precision import mixed
 from benchmarks.language.runs import Subject
 from benchmarks.language.text import read_text, write_texts
-from benchmarks.records import append_line, read_lines
 from scale_surgery import PosteriorRouter, Request, expand, merge
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.running.learned_tokens import choose_new_tokens
@@ -231,17 +230,6 @@ def _read(model: Any, examined: Sequence[tuple[list[Tensor], int]]) -> Bits:
     return Bits(*(lost / math.log(2) / size for lost, size in nats))
 
 
-def read_runs(file: Path) -> list[Run]:
-    """Read the runs that a file holds; none where there is no file."""
-    return list(map(_parse, read_lines(file)))
-
-
-def _parse(record: dict[str, Any]) -> Run:
-    key = Key(**record["key"] | {"subject": Subject(**record["key"]["subject"])})
-    bits = {name: Bits(**record[name]) if record[name] else None for name in ("routed", "start", "end")}
-    return Run(**record | bits | {"key": key})
-
-
 COLUMNS = (
     *("method", "new tokens", "rows start", "trained", "rate", "tokens learned", "saved", "seconds"),
     *("new", "old", "with a router: new", "old", "seeds"),
@@ -302,11 +290,11 @@ def main(
     place = Place(work, subject, characters)
     if foreign := sorted(set(names) - set(place.methods)):
         raise click.UsageError(f"--method {', '.join(foreign)}: expected some of {', '.join(place.methods)}.")
+    kept = Records(records, Run)
     for seed, name, count in product(range(seeds), names, counts):
         key = Key(subject, characters, name, count, init if count else "", rate, seed)
-        if key not in [done.key for done in read_runs(records)]:
-            append_line(records, asdict(run(place, key)))
-    asked = [done for done in read_runs(records) if (done.key.subject, done.key.characters) == (subject, characters)]
+        kept.once(key, partial(run, place, key))
+    asked = [done for done in kept.read() if (done.key.subject, done.key.characters) == (subject, characters)]
     click.echo("\n".join(table(asked)))
 
 

@@ -18,10 +18,11 @@ from typing import Any
 
 import click
 
+from benchmarks.harness import Records
 from benchmarks.language.compare import RECORDS
 from benchmarks.language.figures import LOOKS, draw_curves, draw_plane
 from benchmarks.language.methods import ROUTERS
-from benchmarks.language.runs import Run, Scores, Subject, perplexity, read_runs
+from benchmarks.language.runs import Run, Scores, Subject, perplexity
 
 REHEARSED = {"none": "", "own": "own samples", "own x4": "own samples x4", "old": "1 % old text"}
 # of the paper (SCALE, arXiv 2511.03270): averages of Table 1 in percent, of five English tasks and three Korean ones,
@@ -184,7 +185,7 @@ def beside_paper(groups: Sequence[list[Run]]) -> Iterator[str]:
 def main(records: Path, size: str, second: str, hidden: tuple[str, ...], images: Path | None) -> None:
     """Print the tables, and draw."""
     subject = Subject(size, second)
-    runs = [run for run in read_runs(records) if run.key.subject == subject and run.key.method not in hidden]
+    runs = [run for run in Records(records, Run).read() if run.key.subject == subject and run.key.method not in hidden]
     groups = ended(runs)
     for table in (perplexities, routed, downstream, beside_paper):
         click.echo("\n".join(table(groups)) + "\n")

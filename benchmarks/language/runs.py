@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.biography.runs import stepping
+from benchmarks.harness import stepping
 from benchmarks.language.base import SIZES, base_rows, make_base, new_rows
 from benchmarks.language.measures import Examination, Ranking, Reading
 from benchmarks.language.methods import Method
 from benchmarks.language.packages import ENGLISH
 from benchmarks.language.precision import mixed
 from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
-from benchmarks.records import append_line, read_lines
 from scale_surgery.modeling.expanded_stock import opened
 from scale_surgery.running.gates import gated_blocks, keeping_scores, take_scores
 from scale_surgery.training.gates import loss_of_gates
@@ -246,34 +245,3 @@ def _point(place: Place, model: Any, tokens: int) -> Point:
     old, new = place.examination.read(model, "dev")
     model.train()
     return Point(tokens, old.nats, new.nats)
-
-
-def read_runs(file: Path) -> list[Run]:
-    """Read the runs that a file holds; none where there is no file."""
-    return list(map(_parse, read_lines(file)))
-
-
-def append_run(file: Path, done: Run) -> None:
-    """Write one run as one line at the end of a file."""
-    append_line(file, asdict(done))
-
-
-def _parse(record: dict[str, Any]) -> Run:
-    key = record["key"]
-    return Run(
-        Key(**key | {"subject": Subject(**key["subject"])}),
-        record["parameters"],
-        record["seconds"],
-        tuple(Point(**point) for point in record["points"]),
-        _parse_scores(record["scores"]) if record["scores"] else None,
-        record.get("step_seconds"),
-        {name: _parse_scores(scores) for name, scores in record["ends"].items()},
-    )
-
-
-def _parse_scores(scores: dict[str, Any]) -> Scores:
-    old, new = (Reading(**scores[name]) for name in ("old", "new"))
-    later = {"divergence": scores.get("divergence"), "shut": scores.get("shut") and tuple(scores["shut"])}
-    if scores["ranking"] is None:
-        return Scores(old, new, **later)
-    return Scores(old, new, Ranking(**scores["ranking"]), tuple(scores["parallel"]), **later)

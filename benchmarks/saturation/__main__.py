@@ -17,9 +17,9 @@ import click
 import torch
 from transformers.utils import logging
 
-from benchmarks.harness import Records, sweep
+from benchmarks.harness import Records, beside, sweep
 from benchmarks.saturation.bases import ARCHITECTURE, LARGER, Base
-from benchmarks.saturation.runs import METHODS, Key, Run, Settings, parse, run
+from benchmarks.saturation.runs import METHODS, Key, Run, Settings, run
 from scale_surgery import register
 
 # people of a base that is just full, and how often each is shown to a base
@@ -74,7 +74,7 @@ def main(work: Path, levels: tuple[float, ...], names: tuple[str, ...], seeds: i
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # so that the order of sums does not depend on the number of cores
     register()
-    records = Records(output, parse, lambda done: click.echo(describe(done)))
+    records = Records(output, Run, lambda done: click.echo(describe(done)))
     work.mkdir(parents=True, exist_ok=True)
     which = [row for row in rows() if (not names or row[0] in names) and (not larger or row[0] == "full")]
     chosen: dict[tuple[float, str, bool], float] = {}
@@ -83,14 +83,14 @@ def main(work: Path, levels: tuple[float, ...], names: tuple[str, ...], seeds: i
         for row in which:
             run_at = partial(_run_at, records, work, base, row, seed)
             if (level, *row) not in chosen:
-                chosen[level, *row] = sweep(run_at, METHODS[row[0]][1], choose).key.rate
+                chosen[level, *row] = choose(sweep(run_at, METHODS[row[0]][1], beside, choose)).key.rate
             run_at(chosen[level, *row])
 
 
 def _run_at(records: Records[Run], work: Path, base: Base, row: Row, seed: int, rate: float) -> Run:
     method, rehearses = row
     key = Key(base, method, rehearses, rate, seed, Settings())
-    return records.get(key, partial(run, key, work))
+    return records.once(key, partial(run, key, work))
 
 
 if __name__ == "__main__":

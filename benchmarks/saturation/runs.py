@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from benchmarks.biography.methods import adapted, expanded, whole
-from benchmarks.biography.runs import GRADIENT_NORM
+from benchmarks.harness import GRADIENT_NORM
 from benchmarks.language.methods import matched
 from benchmarks.saturation.bases import Base
 from benchmarks.saturation.facts import Facts, facts, questions, rows
@@ -58,14 +58,16 @@ class Settings:
         steps: Most optimizer steps.
         together: New people in a batch; as many rehearsed rows stand beside them.
         every: Steps between two measurements.
+        samples: Rows that the base writes; when they are used up, they are rehearsed again.
         weight: Weight of the divergence on own samples.
     """
 
     new_people: int = 250
     asked: int = 200
-    steps: int = 1000
+    steps: int = 600
     together: int = 32
     every: int = 20
+    samples: int = 8192
     weight: float = 1.0
 
 
@@ -124,18 +126,6 @@ class Run:
                 return Point(*values)
         return None
 
-    def as_record(self) -> dict[str, Any]:
-        """Return the run as JSON values."""
-        return asdict(self)
-
-
-def parse(record: dict[str, Any]) -> Run:
-    """Return the run that a record holds."""
-    key = record["key"]
-    key = Key(**key | {"base": Base(**key["base"]), "settings": Settings(**key["settings"])})
-    points = tuple(Point(**point) for point in record["points"])
-    return Run(key, record["parameters"], record["seconds"], tuple(record["base"]), points)
-
 
 class Exam:
     """Questions about old and new people, and what the base answers."""
@@ -172,7 +162,7 @@ def run(key: Key, work: Path) -> Run:
     model = _make(key, work)
     samples = None
     if key.rehearses:
-        samples = key.base.samples(work, key.settings.steps * key.settings.together)
+        samples = key.base.samples(work, key.settings.samples)
     points = tuple(_learn(key, model, base, samples, exam))
     parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return Run(key, parameters, round(time.process_time() - started, 1), exam.base, points)
@@ -202,7 +192,7 @@ def _learn(key: Key, model: Any, base: Any, samples: Tensor | None, exam: Exam) 
         loss = model(input_ids=batch, labels=batch).loss
         (loss + loss_of_gates(model, torch.ones_like(batch), is_new=True) if gates else loss).backward()
         if samples is not None:
-            rehearsed = samples[step * settings.together :][: settings.together]
+            rehearsed = samples.roll(-step * settings.together, 0)[: settings.together]
             with torch.no_grad():
                 wanted = base(input_ids=rehearsed, use_cache=False).logits
             logits = model(input_ids=rehearsed, use_cache=False).logits

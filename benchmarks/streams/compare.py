@@ -31,9 +31,10 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
+from benchmarks.harness import Records
 from benchmarks.streams.learning import Settings
 from benchmarks.streams.methods import METHODS
-from benchmarks.streams.runs import Key, append_run, read_runs, run
+from benchmarks.streams.runs import Key, Run, run
 from scale_surgery import register
 from scale_surgery.biographies import SHIPPED_MODEL
 
@@ -44,11 +45,18 @@ BY_NAME = {method.name: method for method in METHODS}
 
 def once(records: Path, key: Key) -> None:
     """Run what has no record."""
-    if any(done.key == key for done in read_runs(records)):
-        return
+    Records(records, Run, describe).once(key, partial(_run, key))
+
+
+def _run(key: Key) -> Run:
     prepare()
-    done = run(BY_NAME[key.method], key, AutoTokenizer.from_pretrained(SHIPPED_MODEL), partial(click.echo, err=True))
-    append_run(records, done)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    return run(BY_NAME[key.method], key, tokenizer, partial(click.echo, err=True))
+
+
+def describe(done: Run) -> None:
+    """Print a line about a run."""
+    key = done.key
     click.echo(f"{key.method}{', rehearsed' * key.rehearses}, seed {key.seed}: {done.seconds:.0f} s of processor time")
 
 

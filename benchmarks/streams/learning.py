@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.biography.runs import stepping
 from benchmarks.biography.train_model import CONTEXT, batches
+from benchmarks.harness import stepping
 from scale_surgery.progress import no_track
 from scale_surgery.text.tokenizing import pack
 from scale_surgery.training.base_samples import begin_tokens, sample_texts

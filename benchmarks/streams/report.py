@@ -15,9 +15,10 @@ from statistics import fmean
 
 import click
 
+from benchmarks.harness import Records
 from benchmarks.streams.compare import RECORDS
 from benchmarks.streams.methods import METHODS
-from benchmarks.streams.runs import Run, read_runs
+from benchmarks.streams.runs import Run
 
 # what the figure on the first page shows: name, and whether it rehearses
 FEW = (("composed adapt", False), ("full fine-tuning", False), ("LoRA", False), ("full fine-tuning, 3e-4", True))
@@ -107,7 +108,7 @@ def summary(all_courses: Sequence[Course]) -> Iterator[str]:
 @click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Folder to draw into.")
 def main(records: Path, images: Path | None) -> None:
     """Print the table, and draw."""
-    all_courses = courses(read_runs(records))
+    all_courses = courses(Records(records, Run).read())
     click.echo("\n".join(summary(all_courses)))
     if images is not None:
         from benchmarks.streams.figures import draw_retention  # matplotlib is needed for figures alone

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.records import append_line, read_lines
 from benchmarks.streams.asking import Examiner
 from benchmarks.streams.learning import Settings, learn, make_rehearsal
 from benchmarks.streams.methods import Method
@@ -86,19 +84,3 @@ def _ask(way: Any, examiner: Examiner, about: Sequence[Task]) -> dict[str, tuple
 
 def _ends(rows: dict[str, tuple[tuple[float, ...], ...]]) -> str:
     return "; ".join(f"{name} {' '.join(f'{share:.0%}' for share in history[-1])}" for name, history in rows.items())
-
-
-def read_runs(file: Path) -> list[Run]:
-    """Read the runs that a file holds; none where there is no file."""
-    return list(map(_parse, read_lines(file)))
-
-
-def append_run(file: Path, done: Run) -> None:
-    """Write one run as one line at the end of a file."""
-    append_line(file, asdict(done))
-
-
-def _parse(record: dict[str, Any]) -> Run:
-    key = Key(**record["key"] | {"settings": Settings(**record["key"]["settings"])})
-    rows = {name: tuple(map(tuple, history)) for name, history in record["rows"].items()}
-    return Run(key, tuple(record["kinds"]), record["parameters"], record["seconds"], tuple(record["learned"]), rows)

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.biography import compare as biography
 from benchmarks.biography import report as biography_report
 from benchmarks.biography.methods import BOTH_3, GROWING, INITS, METHODS, ROUTED, STREAM, Method
-from benchmarks.biography.runs import Examination, Point, Run, new_batches, read_records, train
+from benchmarks.biography.runs import Examination, Point, Run, new_batches, train
+from benchmarks.harness import Records
 from scale_surgery.biographies import (
     SHIPPED_MODEL,
     first_token_accuracy,
@@ -84,7 +85,7 @@ def test_quick_run_learns_and_is_not_run_again(tmp_path: Path, monkeypatch: pyte
     records = tmp_path / "records.jsonl"
     arguments = ["--quick", "--method", "full", "--seeds", "2", "-o", str(records)]
     first = CliRunner().invoke(biography.main, arguments, catch_exceptions=False)
-    done = read_records(records)
+    done = Records(records, Run).read()
     assert first.exit_code == 0
     assert max(map(len, first.output.splitlines())) <= 80
     assert {record.points[0].old_accuracy for record in done} == {1.0}
@@ -95,7 +96,7 @@ def test_quick_run_learns_and_is_not_run_again(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(biography, "run", None)  # calling it would fail
     second = CliRunner().invoke(biography.main, arguments, catch_exceptions=False)
     assert second.output and first.output.endswith(second.output)
-    assert read_records(records) == done
+    assert Records(records, Run).read() == done
 
 
 def scored(rate: float, new: float, old: float) -> Run:

@@ -6,12 +6,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.harness import Records
 from benchmarks.language import base, new_tokens
 from benchmarks.language.base import SIZES, Size
 from benchmarks.language.methods import methods_for
 from benchmarks.language.parallel import read_pairs, write_pairs
 from benchmarks.language.report import at_equal, downstream, ended, perplexities, routed
-from benchmarks.language.runs import Key, Place, Point, Run, Subject, append_run, read_runs, run, run_base
+from benchmarks.language.runs import Key, Place, Point, Run, Subject, run, run_base
 from benchmarks.language.text import documents, is_in, part_of, read_text, write_text
 from scale_surgery import plan
 
@@ -89,13 +90,13 @@ def test_a_run_that_was_killed_while_it_wrote_is_run_again(tmp_path: Path) -> No
     key = Key(Subject("6m", "de"), "full", "none", 1e-3, 100, 0)
     done = Run(key, 1, 1.0, (point(0, 1.0, 5.0),))
     file = tmp_path / "runs.jsonl"
-    append_run(file, done)
+    Records(file, Run).append(done)
     whole = file.read_bytes()
     file.write_bytes(whole + whole[:40])
 
-    assert read_runs(file) == [done]
-    append_run(file, done)
-    assert read_runs(file) == [done, done]
+    assert Records(file, Run).read() == [done]
+    Records(file, Run).append(done)
+    assert Records(file, Run).read() == [done, done]
 
 
 @pytest.mark.parametrize("variant", ["preserve", "adapt both"])
@@ -139,15 +140,16 @@ def test_methods_learn_from_the_same_base_and_are_recorded(
     assert not set(map(tuple, learned.tolist())) & set(map(tuple, read.tolist()))
 
     records = tmp_path / "runs.jsonl"
-    append_run(records, run_base(place))
+    kept = Records(records, Run)
+    kept.append(run_base(place))
     methods = {method.name: method for method in methods_for(place.base, place.size)}
     for name in ("full", "LoRA", "preserve"):
         for rehearse in ("none", "own"):
             key = Key(subject, name, rehearse, 3e-3, 512, 0)
-            append_run(records, run(place, methods[name], key))
-    runs = read_runs(records)
+            kept.append(run(place, methods[name], key))
+    runs = kept.read()
 
-    assert [asdict(entry) for entry in read_runs(records)] == [asdict(entry) for entry in runs]
+    assert [asdict(entry) for entry in kept.read()] == [asdict(entry) for entry in runs]
     assert len({entry.points[0].old for entry in runs}) <= 2  # a router, adapters and the base begin where the base is
     assert all(entry.points[-1].new < entry.points[0].new for entry in runs[1:])
     assert list(runs[-1].ends) == ["posterior", "posterior 0.001"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.biography.methods import adapted, whole
-from benchmarks.biography.runs import stepping
+from benchmarks.harness import stepping
 from benchmarks.protections import between, knowledge_preserved, pulled, shielded, subspaced, without_intruders
 from scale_surgery.biographies import SHIPPED_MODEL
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.harness import Records
 from benchmarks.streams.asking import Examiner
 from benchmarks.streams.compare import BY_NAME
 from benchmarks.streams.learning import Settings
 from benchmarks.streams.report import courses, summary
-from benchmarks.streams.runs import Key, Run, append_run, read_runs, run
+from benchmarks.streams.runs import Key, Run, run
 from benchmarks.streams.tasks import base_task, tasks
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, people
 
@@ -63,9 +64,9 @@ def test_a_run_is_recorded(name: str, rehearses: bool, examiner: Examiner, tmp_p
     pytest.importorskip("peft")
     key, method = Key(name, rehearses, 0, QUICK), BY_NAME[name]
     done = run(method, key, examiner.tokenizer)
-    append_run(tmp_path / "runs.jsonl", done)
+    Records(tmp_path / "runs.jsonl", Run).append(done)
 
-    assert read_runs(tmp_path / "runs.jsonl") == [done]
+    assert Records(tmp_path / "runs.jsonl", Run).read() == [done]
     assert done.kinds == ("people", "capitals") and list(done.rows) == list(method.shown)
     for rows in done.rows.values():
         assert [len(row) for row in rows] == [2, 3]

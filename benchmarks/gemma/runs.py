@@ -1,0 +1,196 @@
+"""One run of benchmarks/gemma: a method learns both texts, and is asked about what it learned and what it knew."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from benchmarks.device import watched
+from benchmarks.gemma.asking import Probe, answers, is_right, read_probes
+from benchmarks.gemma.choose_probes import PROBES
+from benchmarks.gemma.methods import Method, load
+from benchmarks.gemma.texts import LENGTH, SECOND, held_out_rows, learned_rows, paraphrased
+from benchmarks.harness import stepping
+from benchmarks.language.packages import ENGLISH
+from scale_surgery.biographies import people
+from scale_surgery.progress import no_track
+from scale_surgery.running.gates import gated_blocks
+from scale_surgery.text.tokenizing import pack
+from scale_surgery.training.allocator import keep_freed_memory
+from scale_surgery.training.base_samples import begin_tokens, sample_texts
+from scale_surgery.training.gates import loss_of_gates
+from scale_surgery.training.rehearsal import Divergence
+from scale_surgery.training.sampling import Sampling
+
+# rows of held-out text, and the sequences of a batch when it is read
+HELD_OUT, TOGETHER = 64, 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that all runs share.
+
+    Attributes:
+        people: People to learn.
+        passes: How often each is told and asked about.
+        tokens: Tokens of documentation, read once.
+        rows: Rows of 128 tokens in a batch.
+        samples: Rows of 128 tokens that the base writes; half as many as the batch has stand beside it.
+        weight: Weight of the divergence on them.
+    """
+
+    people: int = 40
+    passes: int = 5
+    tokens: int = 32_768
+    rows: int = 4
+    samples: int = 200
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Key:
+    """Settings that no other run has."""
+
+    method: str
+    rehearses: bool
+    rate: float
+    seed: int
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a model.
+
+    Attributes:
+        people: Share of right answers about the people, asked in other words than in training.
+        second: Nats per token of held-out documentation of the kind that was learned.
+        english: Nats per token of held-out documentation in English.
+        kept: Share of the probes of each group that are answered as the base does, or right.
+    """
+
+    people: float
+    second: float
+    english: float
+    kept: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended: its trained parameters, median step, peak of anonymous memory, and processor hours."""
+
+    key: Key
+    parameters: int
+    tokens: int
+    step_seconds: float
+    peak_bytes: int
+    hours: float
+    scores: Scores
+
+
+class Place:
+    """A base, its texts and probes, once for all runs of a process."""
+
+    def __init__(self, base: Path, work: Path, settings: Settings) -> None:
+        self.base, self.work, self.settings = base, work, settings
+        self.tokenizer = AutoTokenizer.from_pretrained(base)
+        self.group = people(settings.people)
+        self.probes = read_probes(PROBES)
+        self.asked = paraphrased(self.group)
+        self.held_out = {
+            language: held_out_rows(work, self.tokenizer, language, HELD_OUT) for language in (ENGLISH, SECOND)
+        }
+
+    def rows(self, seed: int) -> Tensor:
+        """Return the rows to learn."""
+        settings = self.settings
+        return learned_rows(self.work, self.tokenizer, self.group, settings.passes, settings.tokens, seed)
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """Rows that the base writes from its begin token at temperature 1, the same in all runs."""
+        file = self.work / f"samples-{self.settings.samples}.pt"
+        if not file.exists():
+            sampling = Sampling(self.settings.samples, LENGTH, 1.0, seed=0)
+            begins = begin_tokens(self.tokenizer, (), self.base.name)
+            texts = sample_texts(load(self.base).eval(), begins, sampling, self.tokenizer, no_track)
+            packed = pack(texts, LENGTH)
+            rows = (packed[place]["input_ids"].long() for place in range(len(packed)))
+            torch.save(torch.stack([row for row in rows if len(row) == LENGTH]), file)
+        return torch.load(file, weights_only=True)
+
+    def score(self, model: Any, *, samples: bool = False) -> Scores:
+        """Score a model; with samples, its answers are drawn at temperature 1."""
+        model.eval()
+        people, kept = (self._right(model, probes, samples) for probes in (self.asked, self.probes))
+        nats = {language: nats_per_token(model, rows) for language, rows in self.held_out.items()}
+        return Scores(people["people"], nats[SECOND], nats[ENGLISH], kept)
+
+    def _right(self, model: Any, probes: Sequence[Probe], samples: bool) -> dict[str, float]:
+        """Return the share of right answers in each group of probes."""
+        given = answers(model, self.tokenizer, [probe.prompt for probe in probes], samples=samples)
+        right = Counter(probe.group for probe, said in zip(probes, given, strict=True) if is_right(probe, said.text))
+        return {group: right[group] / count for group, count in Counter(probe.group for probe in probes).items()}
+
+
+def nats_per_token(model: Any, rows: Tensor) -> float:
+    """Return the mean loss of rows."""
+    with torch.inference_mode():
+        losses = [float(model(input_ids=part, labels=part, use_cache=False).loss) for part in rows.split(TOGETHER)]
+    return sum(losses) / len(losses)
+
+
+def run(place: Place, method: Method, key: Key) -> Run:
+    """Train one model, and score it."""
+    keep_freed_memory()
+    started = time.process_time()
+    with watched() as peaks:
+        model = method.make(place.base)
+        rows = place.rows(key.seed)
+        parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        seconds = learn(place, model, key, rows)
+    scores = place.score(model)
+    hours = (time.process_time() - started) / 3600
+    return Run(key, parameters, rows.numel(), round(median(seconds), 2), max(peaks), round(hours, 3), scores)
+
+
+def run_base(place: Place, *, samples: bool) -> Run:
+    """Score the base, which learns nothing; with samples, to show how much two samples of one model differ."""
+    key = Key("base, sampled" if samples else "base", False, 0.0, 0, place.settings)
+    return Run(key, 0, 0, 0.0, 0, 0.0, place.score(load(place.base), samples=samples))
+
+
+def learn(place: Place, model: Any, key: Key, rows: Tensor) -> list[float]:
+    """Train a model in place; return the seconds of its steps."""
+    settings, batches = place.settings, rows.split(place.settings.rows)
+    take_step = stepping(model, key.rate, len(batches))
+    base = load(place.base).requires_grad_(False).eval() if key.rehearses else None
+    gates, taken = gated_blocks(model), []
+    for blocks in gates:
+        blocks.keeps_scores = True
+    model.train()
+    for step, batch in enumerate(batches):
+        started = time.perf_counter()
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        (loss + loss_of_gates(model, torch.ones_like(batch), is_new=True) if gates else loss).backward()
+        if base is not None:
+            places = [(step * settings.rows // 2 + row) % len(place.samples) for row in range(settings.rows // 2)]
+            rehearsed = place.samples[places]
+            with torch.no_grad():
+                wanted = base(input_ids=rehearsed, use_cache=False).logits
+            logits = model(input_ids=rehearsed, use_cache=False).logits
+            loss = settings.weight * Divergence.apply(logits.flatten(0, 1), wanted.flatten(0, 1))
+            (loss + loss_of_gates(model, torch.ones_like(rehearsed), is_new=False) if gates else loss).backward()
+        take_step()
+        taken.append(time.perf_counter() - started)
+    return taken
