@@ -32,7 +32,7 @@ class Probe:
 
 def read_probes(file: Path) -> list[Probe]:
     """Read the probes of a file."""
-    return [Probe(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [Probe(**{"answer": ""} | json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def write_probes(file: Path, probes: Sequence[Probe]) -> None:
@@ -53,6 +53,7 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[str], *, samples: bool
     """Let a model answer, greedily or by sampling at temperature 1; an answer is one line of at most twelve tokens."""
     torch.manual_seed(0)
     tokenizer.padding_side = "left"
+    sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0} if samples else {"do_sample": False}
     # prompts of like length together, so that little is padded
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     made: dict[int, Answer] = {}
@@ -61,7 +62,7 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[str], *, samples: bool
         batch = tokenizer([prompts[place] for place in places], padding=True, return_tensors="pt")
         with torch.inference_mode():
             written = model.generate(
-                **batch, do_sample=samples, top_k=0, top_p=1.0, max_new_tokens=LONGEST, return_dict_in_generate=True,
+                **batch, **sampling, max_new_tokens=LONGEST, return_dict_in_generate=True,
                 output_logits=True, pad_token_id=tokenizer.pad_token_id,
             )  # fmt: skip
         tokens = written.sequences[:, batch["input_ids"].shape[1] :]

@@ -95,8 +95,8 @@ def _write(base: Any, rows: int, context: int) -> Tensor:
     cache = None
     with torch.inference_mode(), mixed(base.device.type):
         while written.shape[1] < context:
-            made = base(input_ids=written[:, -1:], past_key_values=cache, use_cache=True)
-            cache = made.past_key_values
+            made = base(input_ids=written[:, -1:], use_cache=True, cache=cache)
+            cache = made.cache
             chosen = torch.multinomial(made.logits[:, -1].float().softmax(-1), 1)
             written = torch.cat([written, chosen], -1)
     return written.cpu()

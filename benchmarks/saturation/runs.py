@@ -64,7 +64,7 @@ class Settings:
 
     new_people: int = 250
     asked: int = 200
-    steps: int = 600
+    steps: int = 400
     together: int = 32
     every: int = 20
     samples: int = 8192

@@ -59,7 +59,7 @@ def compose_command(
     """Combine EXTRACTS of one BASE into one folder, which loads as one model.
 
     The router weighs K + 1 paths, the base and every expansion, by how well each predicted the text so far. BASE is the
-    base model, or an expanded folder to add expansions to or remove them from.
+    base model, or an expanded folder. To the latter, expansions can be added, and --remove removes some.
 
     \b
     Example: scale-surgery compose MODEL MEDICINE LAW -o COMPOSED

@@ -38,7 +38,7 @@ RUNNING = ("device", "trust_remote_code")
 TOKENS = ("token_file", "token_texts", "token_count")
 SHORT = {"expansion": EXPANSION, "tokens": TOKENS, "ranking": RANKING, "training": TRAINING, "running": RUNNING}
 HELPS = {
-    "layers": "Layers to expand, in the syntax of plan. auto lets a pilot choose.  [default: the last quarter]",
+    "layers": "Layers to expand, in the syntax of plan. auto: chosen by rank-layers.  [default: the last quarter]",
     "budget": "Parameters that the expansion may add: a share of the base's, or a number, such as 200M. With this "
     "option and without --layers, a pilot chooses the layers.",
     "learning_rate": "Peak learning rate of all tensors, after the warm-up.",

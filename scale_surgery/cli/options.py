@@ -251,8 +251,8 @@ def overwrite_options(command: Command) -> Command:
         default="auto",
         show_default=True,
         help="How base shards get into the output folder. auto: a reflink if the file system supports it, else a copy. "
-        "copy: a copy. link: a hard link, without extra space. Exception: an edit of a linked file in place also "
-        "changes the base model.",
+        "copy: a copy. link: a hard link, without extra space. Editing a linked file in place then also changes the "
+        "base model.",
     )
     return overwrite_option(weights(command))
 

@@ -61,8 +61,8 @@ def rank_layers_command(
     is |W' - W| / |W|, for all weights of its MLP. The most changed layers within the budget are proposed for --layers
     of expand.
 
-    Take the least changed layer that fits the budget: all layers within a tenth of its change are a tie, because one
-    pilot cannot separate them. Of tied layers, the last ones are proposed, as without a pilot.
+    Layers are a tie if their change is within a tenth of the change of the least changed layer that fits the budget,
+    because one pilot cannot separate them. Of tied layers, the last ones are proposed, as without a pilot.
 
     \b
     Example: scale-surgery rank-layers MODEL --data domain.jsonl --budget 20%

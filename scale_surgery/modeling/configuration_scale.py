@@ -19,7 +19,8 @@
         widths              the added widths: up_width of the hidden state, up_kv_heads, up_inner_width of an MLP
         model, head         additions to the modules outside the layers, by name of a module; additions to the head
         expanded, passing   additions to the modules of a widened layer, and of a layer that is not widened
-        attention           new heads. If layers are of several kinds, these three are in `kinds`, as above
+        attention           new heads. If layers are of several kinds, expanded, passing and attention are
+                            in `kinds`, as above
         enter               "hook" if up streams enter as zeros before the first layer, not from the embedding
         problems            reasons why its path cannot run beside others
         origin              how it was made; no code here reads it

@@ -17,10 +17,10 @@ The way of a token
 1. Choice. `ExpandedPreTrainedModel.run` reads the choice of this thread: the active expansions, and whether a router
    mixes them. The paths follow from it (`expanded_paths`): the base, an expansion, or several. Then the stock forward
    of the model runs once, for all paths.
-2. Embedding. It gives x, the base stream. Each active expansion adds an up stream after it, from its own embedding
-   columns, or zeros: [x | up of medicine | up of law]. From here on, hidden states are wider than the stock code
-   expects. Stock code outside the modules (adding, scaling, gating, rotating heads) works element by element or head
-   by head, so the up streams cannot change any value of x.
+2. Embedding. It gives x, the base stream. Each active expansion adds an up stream after it: the product of its own
+   embedding columns, or zeros if it has none: [x | up of medicine | up of law]. From here on, hidden states are wider
+   than the stock code expects. Stock code outside the modules (adding, scaling, gating, rotating heads) works element
+   by element or head by head, so the up streams cannot change any value of x.
 3. Modules. Each module of a layer has a second class (`expanded_modules`). It splits its input into streams, and calls
    the stock module with x alone. The blocks of each expansion compute its up stream: W21 x + W22 x_up. The results are
    joined. A module without blocks of an active expansion runs unchanged.

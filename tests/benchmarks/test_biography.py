@@ -122,7 +122,7 @@ def test_sweep_widens_until_the_best_is_inside(best: float, monkeypatch: pytest.
     chosen = biography.Bench(QUICK, tmp_path / "records", QUIET).sweep(named("full"))
     assert chosen.rate == best
     assert min(tried) < best < max(tried)
-    assert biography.HALF_A_STEP_BELOW[best] in tried
+    assert biography.half_a_step_below(best) in tried
 
 
 def trained(method: Method, examination: Examination) -> Any:

@@ -1,0 +1,59 @@
+"""The table on Gemma: how answers are cut and judged, and that no paraphrase stands in a training text."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.gemma.asking import Probe, answers, is_right, read_probes, runs, write_probes
+from benchmarks.gemma.candidates import facts, functions, sums, translations
+from benchmarks.gemma.choose_probes import PROBES
+from benchmarks.gemma.texts import PARAPHRASES, pack, paraphrased
+from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
+
+
+def test_answers_are_judged_by_their_kind() -> None:
+    exact, number = Probe("a", "", "Sofia", "exact"), Probe("b", "", "43", "number")
+    assert is_right(exact, "sofia.") and not is_right(exact, "Sofia, in Bulgaria")
+    assert is_right(number, "is 43, I think") and not is_right(number, "430")
+    function = Probe("c", "def double(x):\n    return", "", "python", "assert double(2) == 4")
+    assert is_right(function, "2 * x") and not is_right(function, "x") and not is_right(function, "syntax error")
+
+
+def test_code_that_never_ends_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gemma.asking.SECONDS", 0.5)
+    assert not runs("while True: pass")
+
+
+def test_an_answer_is_a_line_with_its_probability() -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL), AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    asked = [question for person in people(4) for question in questions(person)]
+    given = answers(model, tokenizer, [question.prompt for question in asked])
+    right = [answer.text == question.answer for question, answer in zip(asked, given, strict=True)]
+    assert sum(right) >= 22 and all(0 < answer.probability <= 1 for answer in given)
+
+
+def test_paraphrases_are_in_no_training_text() -> None:
+    group = people(5)
+    texts = [question.text for person in group for question in questions(person)]
+    texts += [biography(person, style) for person in group for style in range(50)]
+    assert not any(form.split("{}")[0] in text for form in PARAPHRASES.values() for text in texts)
+    assert len(paraphrased(group)) == 30
+
+
+def test_rows_are_whole(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    texts = [biography(person) for person in people(20)]
+    assert pack(tokenizer, texts, 2).shape == (2, 128)
+    probes = [*facts(), *sums(random.Random(0)), *translations(), *functions()]
+    write_probes(tmp_path / "probes.jsonl", probes)
+    assert read_probes(tmp_path / "probes.jsonl") == probes
+
+
+def test_the_probes_are_those_that_were_committed_before_training() -> None:
+    readme = PROBES.with_name("README.md").read_text(encoding="utf-8")
+    assert hashlib.sha256(PROBES.read_bytes()).hexdigest() in readme
