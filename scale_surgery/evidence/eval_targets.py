@@ -34,7 +34,7 @@ def read_sides(files: Mapping[str, Sequence[str | Path]]) -> dict[str, list[Docu
 
     documents = {side: list(read_documents(texts)) for side, texts in files.items()}
     empty = [
-        Problem("side-empty", f"--{side}", files=list(map(str, texts)))
+        Problem("texts-without-documents", f"--{side} {' '.join(map(str, texts))}")
         for side, texts in files.items()
         if texts and not documents[side]
     ]

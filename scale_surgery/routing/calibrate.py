@@ -195,4 +195,4 @@ def _write(result: Calibration) -> None:
                 set_routing(result.path, result.proposed.routing)
     except OSError as error:
         place = error.filename or result.path
-        raise CheckpointError(Problem("file-unwritable", place, error=error.strerror or error)) from error
+        raise CheckpointError(Problem("path-unwritable", place, error=error.strerror or error)) from error

@@ -164,7 +164,7 @@ def set_routing(routed: str | Path, routing: Router) -> None:
             write_text(folder.path / CONFIG_FILE, text)
         if not isinstance(error, OSError):
             raise
-        raise CheckpointError(Problem("folder-unwritable", routed, error=error.strerror or error)) from error
+        raise CheckpointError(Problem("path-unwritable", routed, error=error.strerror or error)) from error
 
 
 def _write(

@@ -19,7 +19,7 @@ from scale_surgery.errors import DataError, Problem
 IGNORED = -100
 PROMPT = -101
 NOTHING_SCORED = Problem("data-without-scored-tokens")
-NO_TEXT = Problem("data-without-text")
+NO_TEXT = Problem("texts-without-documents", "data")
 
 
 @dataclass(frozen=True)

@@ -378,7 +378,7 @@ def test_texts_and_lengths_that_are_refused(place: Path, tmp_path: Path) -> None
     wide, old = place / "wide", [place / "old.txt"]
     assert problems(evaluate, wide, error=DataError) == [Problem("texts-missing")]
     empty = tmp_path / "empty.txt"
-    nothing = Problem("side-empty", "--new", files=[str(empty)])
+    nothing = Problem("texts-without-documents", f"--new {empty}")
     assert problems(evaluate, wide, [], [empty], error=DataError) == [nothing]
     assert refusal(evaluate, wide, [*old, tmp_path / "bad.jsonl"], error=DataError).startswith(
         f"{tmp_path}/bad.jsonl, line 1: has the fields"

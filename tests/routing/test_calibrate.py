@@ -571,7 +571,7 @@ def test_nothing_is_written_where_something_fails(
     before = digests(model)
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
-    with refused("folder-unwritable", model, CheckpointError):
+    with refused("path-unwritable", model, CheckpointError):
         route_calibrate(*texts, free("posterior", write=True, plot=plot))
     assert digests(model) == before and not list(plot.parent.iterdir())
     monkeypatch.undo()
@@ -603,7 +603,7 @@ def test_texts_and_settings_that_are_refused(place: Path, tmp_path: Path) -> Non
     assert problems(route_calibrate, model, [], [], error=DataError) == missing
     (tmp_path / "empty.txt").write_text(" \n")
     empty = tmp_path / "empty.txt"
-    nothing = [Problem("side-empty", option, files=[str(empty)]) for option in ("--old", "--new")]
+    nothing = [Problem("texts-without-documents", f"{option} {empty}") for option in ("--old", "--new")]
     assert problems(route_calibrate, model, empty, [empty], error=DataError) == nothing
     for number in (-0.1, math.nan):
         with refused("value-unfit", "--most-forgetting", PlanError):

@@ -435,7 +435,7 @@ def test_texts_without_a_token_are_refused() -> None:
         def __call__(self, texts: Any, **options: Any) -> Any:
             return {"input_ids": [[] for _ in texts]}
 
-    with refused("data-without-text", "", DataError):
+    with refused("texts-without-documents", "data", DataError):
         tokenize([], letters())
     silent = Silent(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     with refused("document-without-token", "a.txt", DataError):

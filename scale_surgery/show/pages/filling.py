@@ -42,4 +42,4 @@ def write(page: str, file: Path) -> None:
     try:
         write_text(file, page)
     except OSError as error:
-        raise CheckpointError(Problem("file-unwritable", file, error=error.strerror or error)) from error
+        raise CheckpointError(Problem("path-unwritable", file, error=error.strerror or error)) from error
