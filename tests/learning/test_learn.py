@@ -49,6 +49,7 @@ from scale_surgery.text.documents import Document
 from scale_surgery.training.run_folder import NEW_LOSS, read_log
 from tests import command
 from tests.conftest import digests, edited, problems, refused, shown
+from tests.each import mostly
 
 # short enough for a test, and each stage does something
 SHORT = {
@@ -464,7 +465,8 @@ def test_without_old_text_and_without_a_router(settings, tmp_path):
 
 
 def test_a_job_whose_loss_rose_stops_after_the_training(done, settings, tmp_path):
-    rising = resolve_recipe(settings | {"training.learning_rate": 0.5, "training.steps": 6})
+    shorter = {"expansion.layers": "last:1", "training.learning_rate": 0.5, "training.steps": 6}
+    rising = resolve_recipe(settings | shorter)
     stopped = tmp_path / "job" / "learned"
     told = [problems(learn, rising, tmp_path / "job", error=TrainingError) for _ in range(2)]
     (found,) = told[0]
@@ -642,10 +644,14 @@ def write_rows(rows: Dataset, path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize(
     ("name", "in_files"),
-    [
-        *((name, 1) for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "file.arrow", "stream.arrow", "saved")),
-        *((name, 3) for name in ("a.jsonl", "a.csv", "a.parquet", "stream.arrow", "a.txt")),
-    ],
+    mostly(
+        [
+            *((name, 1) for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "file.arrow", "stream.arrow", "saved")),
+            *((name, 3) for name in ("a.jsonl", "a.csv", "a.parquet", "stream.arrow", "a.txt")),
+        ],
+        # each form once
+        lambda case: (case[1] == 3) == (case[0] in ("a.csv", "a.parquet", "a.txt")),
+    ),
 )
 def test_a_text_behind_the_sample_is_counted_by_its_rows(name, in_files, tmp_path):
     """Whatever else stands in a row, and however it is packed: of a text of 6,000 documents 1,000 are read."""

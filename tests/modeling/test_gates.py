@@ -30,8 +30,9 @@ from scale_surgery import (
 )
 from scale_surgery.modeling.expanded_stock import opened
 from tests.conftest import digests, edited, load, shake
-from tests.each import DTYPES, FORM_OF, each_way, mostly
+from tests.each import DTYPES, FORM_OF, mostly
 from tests.routed import random_ids
+from tests.tiny import FAMILIES
 
 REQUEST = Request("all", variant="gated", collaborate="both", init_w22="random")
 IDS = random_ids(2, 9)
@@ -83,7 +84,7 @@ def test_a_gate_reaches_zero_and_one() -> None:
     assert opened(torch.tensor([-1.2, 0.0, 0.5, 1.2])).tolist() == [0.0, 0.5, pytest.approx(0.7449, abs=1e-4), 1.0]
 
 
-@each_way
+@pytest.mark.parametrize("family", mostly(FAMILIES, ("gemma3_text", "gpt2").__contains__))
 def test_with_shut_gates_a_model_that_learned_is_its_base(family: str, gated_of: Callable[..., Any]) -> None:
     base, folder = gated_of(family, *FORM_OF[family])
     model = load(folder)
@@ -124,7 +125,7 @@ def test_a_text_is_the_bases_up_to_the_first_token_that_opens_a_gate(gated_of: C
     assert not torch.equal(here[:, 5], before[:, 5])
 
 
-@each_way
+@pytest.mark.parametrize("family", mostly(FAMILIES, ("llama", "gpt_neox").__contains__))
 def test_a_fused_model_has_the_gates_and_gives_every_file_back(
     family: str, gated_of: Callable[..., Any], tmp_path: Path
 ) -> None:
