@@ -269,7 +269,7 @@ def broken(models: Models, **router: Any) -> set[str]:
 
 @torch.no_grad()
 def forgets(models: Models, **router: Any) -> bool:
-    """Whether a text loses more than the bound, by a router of equal weights that never switch unless told otherwise."""
+    """Whether a text loses more than the bound, by equal weights that never switch unless told otherwise."""
     models.trained.set_expansion(models.names, **{"switch_rate": 0.0} | router)
     return most_lost(models.trained, models.texts) > math.log(1 + len(models.names)) + ROOM[models.trained.dtype]
 
