@@ -188,17 +188,6 @@ def run_apart(work: Callable[..., None], *arguments: Any) -> SimpleNamespace:
         return SimpleNamespace(returncode=process.exitcode, stderr=errors.read())
 
 
-def run_terminated(log: Path, line: str, words: list[str]) -> int | None:
-    """Run a command as a scheduler does, which ends it as soon as its log has a line with this text; its exit code."""
-    process = FORKS.Process(target=work_with_errors_in, args=(str(log), run_command, (words,)))
-    process.start()
-    while process.is_alive() and not (log.is_file() and line in log.read_text(encoding="utf-8")):
-        time.sleep(0.01)
-    process.terminate()
-    process.join()
-    return process.exitcode
-
-
 def run_killed(label: str, count: int, request: Request | None, source: Path, target: Path) -> SimpleNamespace:
     """Expand, or strip without a request, in a process that kills itself; see `expand_or_strip_killed`."""
     return run_apart(expand_or_strip_killed, label, count, request, source, target)

@@ -16,7 +16,7 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 
 COMMANDS = """
 import json, os, sys
-import datasets, torch, transformers.models.llama.modeling_llama, transformers.trainer
+import torch, transformers.models.llama.modeling_llama
 from scale_surgery.cli.program import main
 
 for line in sys.stdin:

@@ -137,7 +137,7 @@ def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Cop
     path = copy("mixture")
     mixed = "lead.log1p_().add_(anchor)"
     change(path / "expanded_routing.py", mixed, "rest[0]")
-    assert not verify(path).passed
+    assert not verify(path, probes=None).passed
     run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
     assert not run.passed and not promise(run, "bounded_forgetting").holds
     assert any(problem.startswith("a text (prompt ") for problem in promise(run, "bounded_forgetting").problems)

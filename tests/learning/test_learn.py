@@ -437,7 +437,12 @@ def test_help_names_no_default_that_a_preset_changes():
 
 
 def test_tokens_are_learned_of_the_text_to_learn_without_what_is_set_aside(settings, tmp_path):
-    wanted = {"tokens.token_texts": settings["data"], "tokens.token_count": 30, "expansion.layers": "none"}
+    wanted = {
+        "tokens.token_texts": settings["data"],
+        "tokens.token_count": 30,
+        "expansion.layers": "none",
+        "route": False,
+    }
     done = learn(resolve_recipe(settings | wanted), tmp_path / "job")
     made = json.loads((tmp_path / "job" / "plan.json").read_text("utf-8"))["request"]["new_tokens"]
     learned, whole = (
@@ -446,9 +451,9 @@ def test_tokens_are_learned_of_the_text_to_learn_without_what_is_set_aside(setti
     )
     assert tuple(made["tokens"]) == learned.tokens != whole.tokens
     scores = json.loads((tmp_path / "job" / "evaluation.json").read_text("utf-8"))["scores"]
-    base, routed = scores[0]["new"], scores[1]["new"]
-    assert routed["scored"] < base["scored"] and routed["bytes"] == base["bytes"]
-    assert scores[1]["learning"] == (base["nats"] - routed["nats"]) / base["scored"]
+    base, trained = scores[0]["new"], scores[1]["new"]
+    assert trained["scored"] < base["scored"] and trained["bytes"] == base["bytes"]
+    assert scores[1]["learning"] == (base["nats"] - trained["nats"]) / base["scored"]
     assert done.verified
 
 

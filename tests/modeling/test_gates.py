@@ -232,21 +232,32 @@ def test_verify_counts_the_tokens_up_to_which_gates_are_shut(
 
 def test_what_follows_an_expansion_follows_one_with_gates(gated_of: Callable[..., Any], tmp_path: Path) -> None:
     base, folder = gated_of("llama")
-    model = load(folder)
     extracted = extract(folder, tmp_path / "extract").path
     bare = strip(folder, tmp_path / "base").path
     applied = apply(extracted, tmp_path / "applied", base=bare).path
 
     assert torch.equal(logits(load(bare)), logits(base))
     assert digests(applied) == digests(folder)
-    for number, router in enumerate((PosteriorRouter(), CosineRouter(0.9), CosineRouter(0.9, strict=True))):
-        routed = route_export(folder, tmp_path / f"routed{number}", router).path
-        twin = load(routed)
-        with twin.routing_disabled():
-            assert torch.equal(logits(twin), logits(model))
-        assert verify(routed, tmp_path / "base").passed
-    fused = merge(tmp_path / "routed1", tmp_path / "fused").path
-    torch.testing.assert_close(logits(load(fused)), logits(load(tmp_path / "routed1")), rtol=1e-4, atol=1e-4)
+
+
+ROUTERS = {
+    "posterior": PosteriorRouter(),
+    "cosine": CosineRouter(0.9),
+    "strict": CosineRouter(0.9, strict=True),
+}
+
+
+@pytest.mark.parametrize("name", mostly(ROUTERS, ("posterior", "cosine").__contains__))
+def test_a_router_follows_an_expansion_with_gates(gated_of: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    _, folder = gated_of("llama")
+    model, routed = load(folder), route_export(folder, tmp_path / "routed", ROUTERS[name]).path
+    twin = load(routed)
+    with twin.routing_disabled():
+        assert torch.equal(logits(twin), logits(model))
+    if name == "cosine":  # a posterior router is not fused
+        fused = merge(routed, tmp_path / "fused").path
+        torch.testing.assert_close(logits(load(fused)), logits(twin), rtol=1e-4, atol=1e-4)
+    assert verify(routed, strip(folder, tmp_path / "base").path).passed
 
 
 def _open_at(model: Any, place: int) -> None:

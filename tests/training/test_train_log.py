@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from scale_surgery.show import log_lines
-from tests.command import run_logged
-from tests.interrupted_steps import run_terminated
+from tests.command import run_logged, terminated_at
 from tests.training.test_distributed import ROOT
 
 LINE = re.compile(
@@ -84,7 +83,8 @@ def test_a_quiet_run_writes_nothing(place: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_a_scheduler_ends_says_so_and_goes_on(place: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert run_terminated(log, "step 3 of 24", list(map(str, words(place, tmp_path / "out", steps=24)))) == 1
+    with terminated_at(log, "step 3 of 24"):
+        run_logged(log, *words(place, tmp_path / "out", steps=24), code=1)
     *_, last = log.read_text(encoding="utf-8").splitlines()
     stopped = re.search(
         r": interrupted after step (\d+); the folder holds step (\d+)\. Continue with --resume\.$", last
