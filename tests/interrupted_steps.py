@@ -98,6 +98,14 @@ def run_command(words: list[str]) -> None:
     command_line(words)
 
 
+def run_as_one_of(rank: int, count: int, port: int, words: list[str]) -> None:
+    """Do what `scale-surgery WORDS` does in one of the processes that a launcher starts."""
+    torch.set_num_threads(1)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    command_line(words)
+
+
 @dataclass(frozen=True)
 class Disturbance:
     """What befalls a process.
