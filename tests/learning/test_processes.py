@@ -138,13 +138,18 @@ def test_two_processes_measure_what_one_measures(settings, tmp_path):  # noqa: F
     assert json.loads((tmp_path / "scores.json").read_text()) == alone.to_json()
 
 
-@open_files
-def test_what_the_first_process_prints_is_given(launched, tmp_path):
-    wide = expand(SHIPPED_MODEL, Request("last:1"), tmp_path / "wide").path
+def test_what_the_first_process_prints_is_given(monkeypatch):
+    def print_ranks(given: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for rank in range(given.num_processes):
+            log = Path(given.log_dir) / "any" / "attempt_0" / str(rank) / "stdout.log"
+            log.parent.mkdir(parents=True)
+            log.write_text(json.dumps({"rank": rank}))
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", print_ranks)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    record = launched(["inspect", wide], launch_options(2))
+    assert run_launched(["inspect", "model"], launch_options(2)) == {"rank": 0}
     assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
-    assert record == json.loads(run("inspect", wide, "--json").stdout)
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ def test_an_offloaded_cache_fetches_the_first_layer_after_the_last(
     assert fetches[0] == fetches[1] == [1 if only_full and family == "gemma2" else 0]
 
 
-@pytest.mark.parametrize("run", ("posterior", "three"))
+@pytest.mark.parametrize("run", mostly(("posterior", "three"), "posterior".__eq__))
 @torch.no_grad()
 def test_rows_of_the_cache_move_together(model_of: Callable[..., Any], run: str) -> None:
     """Reordered, repeated and cropped: as if each row had been read so from its beginning."""
@@ -253,7 +253,7 @@ def test_rows_of_the_cache_move_together(model_of: Callable[..., Any], run: str)
     assert (actual[0] - actual[1]).abs().max() > DRIFT, "the control: rows differ"
 
 
-@pytest.mark.parametrize("run", ("posterior", "three"))
+@pytest.mark.parametrize("run", mostly(("posterior", "three"), "posterior".__eq__))
 @torch.no_grad()
 def test_a_cropped_cache_goes_on(model_of: Callable[..., Any], run: str) -> None:
     model, ids = model_of("llama", run), random_ids(2, 64)
@@ -297,7 +297,7 @@ def test_a_cache_of_state_space_layers_alone_keeps_the_state(tmp_path: Path) -> 
     ("family", "run", "count"),
     mostly(
         [("llama", "posterior", 30), ("gemma3_text", "posterior", 1), ("mistral", "three", 5)],
-        lambda case: case[0] == "mistral",
+        lambda case: case[0] == "llama",
     ),
 )
 def test_prompt_lookup_gives_what_greedy_gives(model_of: Callable[..., Any], family: str, run: str, count: int) -> None:
@@ -308,7 +308,8 @@ def test_prompt_lookup_gives_what_greedy_gives(model_of: Callable[..., Any], fam
     assert torch.equal(model.generate(prompt, **options, prompt_lookup_num_tokens=count), wanted)
 
 
-@pytest.mark.parametrize("run", mostly(("posterior", "cosine", "three"), "three".__eq__))
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ("posterior", "cosine", "three"))
 def test_assisted_generation(trio_of: Callable[..., Trio], model_of: Callable[..., Any], run: str) -> None:
     model, (base, expanded, _) = model_of("llama", run), trio_of("llama").trained()
     if run == "posterior":
@@ -328,7 +329,7 @@ def test_assisted_generation(trio_of: Callable[..., Trio], model_of: Callable[..
 WITHOUT_STATE = "^The text goes on .* no KV cache holds the router's state"
 
 
-@pytest.mark.parametrize("run", ("posterior", "three"))
+@pytest.mark.parametrize("run", mostly(("posterior", "three"), "posterior".__eq__))
 @torch.no_grad()
 def test_a_text_that_goes_on_without_its_state_is_refused(model_of: Callable[..., Any], run: str) -> None:
     model, ids = model_of("llama", run), random_ids(2, 14)

@@ -35,7 +35,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from tests.composed import Made, make_expansions
 from tests.conftest import Pair, digests, load
-from tests.each import DTYPES, FORM_OF, WAYS, each_of_few_in_a_form, each_shape_in_a_form, each_way, mostly
+from tests.each import DTYPES, FORM_OF, WAYS, each_of_few_in_a_form, each_shape_in_a_form, mostly
 from tests.routed import padded, random_ids
 from tests.tiny import FAMILIES, save_tiny
 
@@ -454,7 +454,7 @@ def check_base_stream(pair: Pair, model: Any) -> None:
         assert not torch.equal(actual[-1][..., hidden:], at_init[-1][..., hidden:])
 
 
-@each_way
+@pytest.mark.parametrize("family", mostly(FAMILIES, ("llama", "gpt2").__contains__))
 def test_base_stream_of_adapt_changes_from_the_first_collaborative_layer(tmp_path, base_of, family):
     """The negative control of base_stream_always, and the meaning of the preserved depth."""
     request = Request("1-2", variant="adapt", collaborative_layers="2", collaborate="both")

@@ -144,7 +144,7 @@ def test_what_cannot_be_done(base, text, request_, settings, error, options):
 
 def test_a_budget_below_the_cheapest_layer_is_refused_with_its_cost(base, text):
     cost = plan(base, Request("1")).costs.parameters_added
-    assert problems(rank_layers, base, text, Request("all"), replace(PILOT, budget="10"), error=PlanError) == [
+    assert problems(rank_layers, base, text, Request("all"), replace(PILOT, steps=1, budget="10"), error=PlanError) == [
         Problem("budget-too-small", "--budget", text="10", parameters=10, layer=1, cost=cost)
     ]
 
