@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from tests.command import run_logged, terminated_at
 from tests.learning.test_learn import SHORT, settings, texts  # noqa: F401  (fixtures)
 
@@ -14,6 +16,7 @@ def stages_in(text: str) -> list[tuple[str, int, int]]:
     return [(name, int(number), int(count)) for name, number, count in found]
 
 
+@pytest.mark.slow
 def test_a_job_that_a_scheduler_ends_says_its_stages_and_goes_on(settings, tmp_path):  # noqa: F811
     log, job = tmp_path / "log", tmp_path / "job"
     values = {name: value for name, value in SHORT.items() if not name.startswith("ranking")} | {"training.steps": 20}

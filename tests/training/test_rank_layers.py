@@ -49,7 +49,7 @@ def with_tokenizer(folder: Path) -> Path:
 def text(tmp_path_factory) -> Path:
     """Text to learn."""
     file = tmp_path_factory.mktemp("texts") / "new.jsonl"
-    file.write_text("\n".join(json.dumps({"text": biography(person)}) for person in people(12, start=400)))
+    file.write_text("\n".join(json.dumps({"text": biography(person)}) for person in people(6, start=400)))
     return file
 
 

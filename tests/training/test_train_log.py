@@ -58,6 +58,7 @@ def test_a_log_has_the_beginning_and_each_measurement(place: Path, tmp_path: Pat
     assert [bool(line["left"]) for line in measured] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_without_the_interval_each_step_is_a_line_with_its_loss(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +77,7 @@ def test_without_the_interval_each_step_is_a_line_with_its_loss(
     assert notes == [f"loss {loss:.3f}" for loss in losses[:-1]]
 
 
+@pytest.mark.slow
 def test_a_quiet_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     run_logged(tmp_path / "quiet", *words(place, tmp_path / "out", "-q", steps=2))
     assert (tmp_path / "quiet").read_text() == ""
