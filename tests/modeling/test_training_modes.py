@@ -311,9 +311,11 @@ def test_nor_under_checkpointing(
 
         return stock(module, run_noted, x, layout)
 
+    allowed_of = {"preserve": ".none.", "adapt": ".2."}
+    models = {request_name: model_of(family, request_name) for request_name in allowed_of}
     monkeypatch.setattr(ExpandedModule, "through", noted)
-    for request_name, allowed in (("preserve", ".none."), ("adapt", ".2.")):
-        model = model_of(family, request_name)
+    for request_name, allowed in allowed_of.items():
+        model = models[request_name]
         for name, module in model.named_modules():
             module.name = name
         enable_checkpointing(model, options)
