@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stderr, redirect_stdout
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from threading import Event, Thread
 
 from click.testing import CliRunner, Result
 
@@ -30,3 +34,23 @@ def run_logged(log: Path, *words: object, code: int = 0) -> str:
             ended = int(end.code or 0)
     assert ended == code, log.read_text(encoding="utf-8")
     return printed.getvalue()
+
+
+@contextmanager
+def terminated_at(log: Path, line: str) -> Iterator[None]:
+    """End the command inside a `with` block as a scheduler does, as soon as its log has a line with this text."""
+    before, over = signal.signal(signal.SIGTERM, lambda *_: None), Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            if log.is_file() and line in log.read_text(encoding="utf-8"):
+                return os.kill(os.getpid(), signal.SIGTERM)
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        signal.signal(signal.SIGTERM, before)

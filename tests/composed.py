@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,6 +93,15 @@ class Made:
     def alone(self, name: str | None) -> Any:
         """The model that one expansion is by itself, as apply writes it, or the base."""
         return load(self.base if name is None else self.folders[name], **self.options)
+
+    def trained(self, folder: Path) -> Made:
+        """Copies of these expansions, of which all that trains has moved."""
+        folders = {
+            name: shake(Path(shutil.copytree(path, folder / name)), seed)
+            for seed, (name, path) in enumerate(self.folders.items())
+        }
+        extracts = {name: extract(path, folder / f"{name}.extract").path for name, path in folders.items()}
+        return replace(self, folders=folders, extracts=extracts)
 
 
 def make_expansions(

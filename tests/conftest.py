@@ -63,6 +63,7 @@ DEEPENED = Request("0,2", method="depth")
 # their tests run in forks of one process, which takes ten seconds to begin: all in one worker
 FORKING = {
     "learning/test_killed.py",
+    "learning/test_processes.py",
     "surgery/test_interruptions.py",
     "surgery/test_own_code.py",
     "test_torture.py",

@@ -64,3 +64,7 @@ each_shape_in_a_form = pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     mostly(FAMILIES_IN_FORMS, lambda case: case[0] in SHAPES and FORM_OF[case[0]] == case[1:]),
 )
+each_of_few_in_a_form = pytest.mark.parametrize(
+    ("family", "dtype", "tied"),
+    mostly(FAMILIES_IN_FORMS, lambda case: case[0] in FEW and FORM_OF[case[0]] == case[1:]),
+)

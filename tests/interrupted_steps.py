@@ -98,6 +98,14 @@ def run_command(words: list[str]) -> None:
     command_line(words)
 
 
+def run_as_one_of(rank: int, count: int, port: int, words: list[str]) -> None:
+    """Do what `scale-surgery WORDS` does in one of the processes that a launcher starts."""
+    torch.set_num_threads(1)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    command_line(words)
+
+
 @dataclass(frozen=True)
 class Disturbance:
     """What befalls a process.
@@ -186,17 +194,6 @@ def run_apart(work: Callable[..., None], *arguments: Any) -> SimpleNamespace:
         process.start()
         process.join()
         return SimpleNamespace(returncode=process.exitcode, stderr=errors.read())
-
-
-def run_terminated(log: Path, line: str, words: list[str]) -> int | None:
-    """Run a command as a scheduler does, which ends it as soon as its log has a line with this text; its exit code."""
-    process = FORKS.Process(target=work_with_errors_in, args=(str(log), run_command, (words,)))
-    process.start()
-    while process.is_alive() and not (log.is_file() and line in log.read_text(encoding="utf-8")):
-        time.sleep(0.01)
-    process.terminate()
-    process.join()
-    return process.exitcode
 
 
 def run_killed(label: str, count: int, request: Request | None, source: Path, target: Path) -> SimpleNamespace:

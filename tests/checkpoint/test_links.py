@@ -25,6 +25,7 @@ from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from tests.conftest import digests, problems, refused
+from tests.each import woven
 
 REQUEST = Request("1", variant="adapt", up_width=0)
 LINKS = ("notes.txt", "sub/notes.txt", "elsewhere", "nowhere")
@@ -89,13 +90,19 @@ def test_a_file_that_surgery_json_names_may_be_no_such_link(pair_of, tmp_path, s
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json", "own_code.py")
-)
-@pytest.mark.parametrize("to", ("outside/secret", "outside/nothing"))
-def test_a_part_of_the_base_may_be_no_such_link(llama_base, tmp_path, secret, name, to):
+@pytest.fixture(scope="module")
+def taken(base_of, tmp_path_factory):
+    """The extract of an expansion of the tiny llama."""
+    place = tmp_path_factory.mktemp("taken")
+    return extract(expand(base_of("llama"), REQUEST, place / "expanded").path, place / "extract").path
+
+
+PARTS = ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json", "own_code.py")
+
+
+@pytest.mark.parametrize(("name", "to"), woven(PARTS, ("outside/secret", "outside/nothing")))
+def test_a_part_of_the_base_may_be_no_such_link(llama_base, taken, tmp_path, secret, name, to):
     """Without its tokenizer the result would be of no use, and what such a link leads to may be anybody's."""
-    taken = extract(expand(llama_base, REQUEST, tmp_path / "expanded").path, tmp_path / "extract").path
     (llama_base / name).unlink(missing_ok=True)
     (llama_base / name).symlink_to(tmp_path / to)
     calls = (

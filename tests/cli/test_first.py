@@ -16,7 +16,7 @@ from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 
 COMMANDS = """
 import json, os, sys
-import datasets, torch, transformers.models.llama.modeling_llama, transformers.trainer
+import torch, transformers.models.llama.modeling_llama
 from scale_surgery.cli.program import main
 
 for line in sys.stdin:
@@ -26,10 +26,10 @@ for line in sys.stdin:
     if status := os.waitpid(child, 0)[1]:
         sys.exit(f"{' '.join(words)}: ended with {os.waitstatus_to_exitcode(status)}")
 """
+# what derives facts of a base, what copies tensors, and what knows routers
 SHORT = """
 expand BASE --layers 2-3 -o one
-expand one --name law --layers 2-3 -o both
-extract both --name law -o law
+extract one -o law
 route-export one -o routed
 """
 LONG = """

@@ -6,7 +6,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from scale_surgery.deriving.derive import Derived, derive
-from tests.each import WAYS, each_shape, mostly
+from tests.each import FEW, each_shape, mostly
 from tests.families import FAMILIES, Family, read_sizes
 from tests.tiny import tiny_config
 
@@ -14,7 +14,7 @@ from tests.tiny import tiny_config
 UNREAD = {"gpt2": {"num_heads"}}
 
 
-@pytest.fixture(scope="module", params=mostly(FAMILIES, WAYS.__contains__))
+@pytest.fixture(scope="module", params=mostly(FAMILIES, FEW.__contains__))
 def oracle(request) -> tuple[Family, PreTrainedConfig, Derived]:
     config = tiny_config(request.param)
     return FAMILIES[request.param], config, derive(config)

@@ -120,11 +120,11 @@ def test_without_the_router_the_bound_is_broken(place: Path) -> None:
     assert max(lost) > 10 * math.log(2)
 
 
-def test_before_training_output_and_bound_hold(place: Path, tmp_path: Path) -> None:
-    for name, routing in ROUTINGS.items():
-        result = verify(route_export(place / "fresh", tmp_path / name, routing).path)
-        assert result.passed and "output_at_init" in result.required
-        assert result.numbers is not None and result.numbers.is_bit_equal and result.numbers.generation_equal
+@pytest.mark.parametrize("name", mostly(ROUTINGS, "mixture".__eq__))
+def test_before_training_output_and_bound_hold(place: Path, tmp_path: Path, name: str) -> None:
+    result = verify(route_export(place / "fresh", tmp_path / name, ROUTINGS[name]).path)
+    assert result.passed and "output_at_init" in result.required
+    assert result.numbers is not None and result.numbers.is_bit_equal and result.numbers.generation_equal
 
 
 def change(file: Path, old: str, new: str) -> None:
@@ -137,7 +137,7 @@ def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Cop
     path = copy("mixture")
     mixed = "lead.log1p_().add_(anchor)"
     change(path / "expanded_routing.py", mixed, "rest[0]")
-    assert not verify(path).passed
+    assert not verify(path, probes=None).passed
     run = verify(path, run=RunOptions(trust_remote_code=True), probes=Probes(place / "known.txt"))
     assert not run.passed and not promise(run, "bounded_forgetting").holds
     assert any(problem.startswith("a text (prompt ") for problem in promise(run, "bounded_forgetting").problems)

@@ -100,6 +100,7 @@ def test_a_path_that_is_another_model_is_found(llama: Made, folder: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_with_switching_there_is_no_bound_for_all_lengths(llama: Made, tmp_path: Path) -> None:
     extracts = {name: llama.extracts[name] for name in NAMES[:2]}
     result = verify(compose(llama.base, extracts, tmp_path / "out").path, probes=Probes(max_new_tokens=0))
@@ -244,7 +245,7 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
             ("gemma2", ("music", "late"), "float32"),
             ("gptj", ("medicine", "whole"), "float32"),
         ],
-        lambda case: case[0] == "gemma3_text",
+        lambda case: False,
     ),
 )
 @torch.no_grad()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import pytest
+
 from scale_surgery import (
+    EvalData,
     PosteriorRouter,
     Probes,
     Request,
@@ -16,10 +20,11 @@ from scale_surgery import (
     plan,
     register,
     route_export,
+    train,
 )
 from scale_surgery.planning.saved import save_plan
+from scale_surgery.training.run_folder import TrainingRun
 from tests.conftest import load
-from tests.interrupted_steps import run_apart, train_and_die_at_the_end
 from tests.text.test_tokenizing import letters
 from tests.tiny import save_tiny
 
@@ -79,7 +84,8 @@ def _write_texts(place: Path) -> None:
 
 def _begin_training(place: Path) -> None:
     """A run that was stopped after its last checkpoint, for --resume."""
-    arguments = (place / "expanded", place / "plain.txt", place / "run", SETTINGS, place / "texts.jsonl")
-    done = run_apart(train_and_die_at_the_end, *arguments)
-    assert done.returncode == 9, done.stderr
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(TrainingRun, "finish", lambda *_: sys.exit())
+        old = EvalData(old=[place / "texts.jsonl"])
+        train(place / "expanded", [place / "plain.txt"], place / "run", SETTINGS, eval_data=old)
     assert list((place / "run").rglob("*.safetensors")), "the run left nothing to resume"

@@ -81,6 +81,12 @@ def card_of(made: tuple[Contents, dict[str, Any]], value: str, base_text: str | 
     return make_card(replace(contents, record=record), "lab/wide", base_text, None, filled_certificate).text
 
 
+@pytest.fixture(scope="module")
+def plain_structure(made):
+    """The structure of a card with a value that holds no markup."""
+    return structure(card_of(made, "x").split("---\n", 2)[2])
+
+
 @settings(max_examples=50, deadline=None)
 @given(hostile)
 @example("\n# Owned\n\n[click](http://evil)\n<script>alert(1)</script>\n")
@@ -88,11 +94,11 @@ def card_of(made: tuple[Contents, dict[str, Any]], value: str, base_text: str | 
 @example("`x` ``y")
 @example("\\")
 @example("\\|")
-def test_a_record_changes_no_structure(made, value):
+def test_a_record_changes_no_structure(made, plain_structure, value):
     text = card_of(made, value or "x")
     assert is_written_card(text)
     _, metadata, body = text.split("---\n", 2)
-    assert structure(body) == structure(card_of(made, "x").split("---\n", 2)[2])
+    assert structure(body) == plain_structure
     assert yaml.safe_load(metadata)["base_model"] == "org/base"
     text.encode("utf-8")
     shown = " ".join(visible_line(value).split())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from tests.command import run_logged
-from tests.interrupted_steps import run_terminated
+import pytest
+
+from tests.command import run_logged, terminated_at
 from tests.learning.test_learn import SHORT, settings, texts  # noqa: F401  (fixtures)
 
 
@@ -15,13 +16,15 @@ def stages_in(text: str) -> list[tuple[str, int, int]]:
     return [(name, int(number), int(count)) for name, number, count in found]
 
 
+@pytest.mark.slow
 def test_a_job_that_a_scheduler_ends_says_its_stages_and_goes_on(settings, tmp_path):  # noqa: F811
     log, job = tmp_path / "log", tmp_path / "job"
     values = {name: value for name, value in SHORT.items() if not name.startswith("ranking")} | {"training.steps": 20}
     set_ = [f"--set={name}={value}" for name, value in values.items()]
     words = ["learn", settings["model"], "--data", settings["data"][0], "-o", str(job), "--layers", "last:1", *set_]
     words += ["--set=route=false", "--device", "cpu", "--json"]
-    assert run_terminated(log, "step 4 of 20", words) == 1
+    with terminated_at(log, "step 4 of 20"):
+        run_logged(log, *words, code=1)
     first = log.read_text(encoding="utf-8")
     assert first.splitlines()[-1].startswith(f"error: {job}: interrupted in the stage train.")
     result = json.loads(run_logged(log, *words))

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.processes import SIGNALS, launch_options, run_launched
 from tests.command import run
 from tests.conftest import problems, refused
+from tests.interrupted_steps import FORKS, run_as_one_of
 from tests.learning.test_killed import NAMED
 from tests.learning.test_learn import SHORT, outputs, settings, texts  # noqa: F401  (fixtures)
 from tests.training.test_distributed import ALLOWED_AFTER_TRAINING, FSDP2, ROOT, largest_difference, trained
@@ -118,6 +120,39 @@ def test_a_preset_counts_the_batches_of_all_processes():
         assert values["training.batch_size"] * values["training.gradient_accumulation"] * count == 512
 
 
+def test_two_processes_measure_what_one_measures(settings, tmp_path):  # noqa: F811
+    """Forks take the place of what a launcher starts, so that nothing is imported again."""
+    wide = expand(SHIPPED_MODEL, Request("last:1"), tmp_path / "wide").path
+    words = ["evaluate", wide, "--old", settings["old"][0], "--batch-size", "25", "--device", "cpu", "-q"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [*map(str, words), "-o", str(tmp_path / "scores.json")]
+    processes = [FORKS.Process(target=run_as_one_of, args=(rank, 2, port, line)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    alone = evaluate(wide, settings["old"][0], run=RunOptions(device="cpu", batch_size=25))
+    assert json.loads((tmp_path / "scores.json").read_text()) == alone.to_json()
+
+
+def test_what_the_first_process_prints_is_given(monkeypatch):
+    def print_ranks(given: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for rank in range(given.num_processes):
+            log = Path(given.log_dir) / "any" / "attempt_0" / str(rank) / "stdout.log"
+            log.parent.mkdir(parents=True)
+            log.write_text(json.dumps({"rank": rank}))
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", print_ranks)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    assert run_launched(["inspect", "model"], launch_options(2)) == {"rank": 0}
+    assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
+
+
+@pytest.mark.slow
 @open_files
 def test_evaluate_in_two_processes_gives_the_numbers_of_one(launched, settings, tmp_path):  # noqa: F811
     """Bit for bit: an odd number of batches, so that the second process has one less."""

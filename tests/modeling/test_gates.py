@@ -30,8 +30,9 @@ from scale_surgery import (
 )
 from scale_surgery.modeling.expanded_stock import opened
 from tests.conftest import digests, edited, load, shake
-from tests.each import DTYPES, FORM_OF, each_way, mostly
+from tests.each import DTYPES, FORM_OF, mostly
 from tests.routed import random_ids
+from tests.tiny import FAMILIES
 
 REQUEST = Request("all", variant="gated", collaborate="both", init_w22="random")
 IDS = random_ids(2, 9)
@@ -83,7 +84,7 @@ def test_a_gate_reaches_zero_and_one() -> None:
     assert opened(torch.tensor([-1.2, 0.0, 0.5, 1.2])).tolist() == [0.0, 0.5, pytest.approx(0.7449, abs=1e-4), 1.0]
 
 
-@each_way
+@pytest.mark.parametrize("family", mostly(FAMILIES, ("gemma3_text", "gpt2").__contains__))
 def test_with_shut_gates_a_model_that_learned_is_its_base(family: str, gated_of: Callable[..., Any]) -> None:
     base, folder = gated_of(family, *FORM_OF[family])
     model = load(folder)
@@ -124,7 +125,7 @@ def test_a_text_is_the_bases_up_to_the_first_token_that_opens_a_gate(gated_of: C
     assert not torch.equal(here[:, 5], before[:, 5])
 
 
-@each_way
+@pytest.mark.parametrize("family", mostly(FAMILIES, ("llama", "gpt_neox").__contains__))
 def test_a_fused_model_has_the_gates_and_gives_every_file_back(
     family: str, gated_of: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -231,21 +232,32 @@ def test_verify_counts_the_tokens_up_to_which_gates_are_shut(
 
 def test_what_follows_an_expansion_follows_one_with_gates(gated_of: Callable[..., Any], tmp_path: Path) -> None:
     base, folder = gated_of("llama")
-    model = load(folder)
     extracted = extract(folder, tmp_path / "extract").path
     bare = strip(folder, tmp_path / "base").path
     applied = apply(extracted, tmp_path / "applied", base=bare).path
 
     assert torch.equal(logits(load(bare)), logits(base))
     assert digests(applied) == digests(folder)
-    for number, router in enumerate((PosteriorRouter(), CosineRouter(0.9), CosineRouter(0.9, strict=True))):
-        routed = route_export(folder, tmp_path / f"routed{number}", router).path
-        twin = load(routed)
-        with twin.routing_disabled():
-            assert torch.equal(logits(twin), logits(model))
-        assert verify(routed, tmp_path / "base").passed
-    fused = merge(tmp_path / "routed1", tmp_path / "fused").path
-    torch.testing.assert_close(logits(load(fused)), logits(load(tmp_path / "routed1")), rtol=1e-4, atol=1e-4)
+
+
+ROUTERS = {
+    "posterior": PosteriorRouter(),
+    "cosine": CosineRouter(0.9),
+    "strict": CosineRouter(0.9, strict=True),
+}
+
+
+@pytest.mark.parametrize("name", mostly(ROUTERS, ("posterior", "cosine").__contains__))
+def test_a_router_follows_an_expansion_with_gates(gated_of: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    _, folder = gated_of("llama")
+    model, routed = load(folder), route_export(folder, tmp_path / "routed", ROUTERS[name]).path
+    twin = load(routed)
+    with twin.routing_disabled():
+        assert torch.equal(logits(twin), logits(model))
+    if name == "cosine":  # a posterior router is not fused
+        fused = merge(routed, tmp_path / "fused").path
+        torch.testing.assert_close(logits(load(fused)), logits(twin), rtol=1e-4, atol=1e-4)
+    assert verify(routed, strip(folder, tmp_path / "base").path).passed
 
 
 def _open_at(model: Any, place: int) -> None:

@@ -28,6 +28,7 @@ from tests import routed
 from tests.by_hand import expand_alone, make_base
 from tests.composed import OTHERS
 from tests.conftest import edited, load
+from tests.each import woven
 from tests.routed import Trio, random_ids, train
 
 trio_of = routed.trio_of
@@ -168,8 +169,9 @@ class OneActivation(transformers.LlamaForCausalLM):
             layer.mlp.act_fn = self.model.layers[0].mlp.act_fn
 
 
-@pytest.mark.parametrize("router", ("posterior", "cosine"))
-@pytest.mark.parametrize("request_name", ("adapt", "deep", "without_up_stream"))
+@pytest.mark.parametrize(
+    ("request_name", "router"), woven(("adapt", "deep", "without_up_stream"), ("posterior", "cosine"))
+)
 def test_two_paths_pass_through_layers_that_share_an_activation(
     trio_of: Callable[..., Trio], request_name: str, router: str
 ) -> None:

@@ -189,7 +189,7 @@ def test_the_newest_is_that_expansion_bit_for_bit(made_of: Callable[..., Any]) -
     assert not torch.equal(model(IDS).logits, made.alone(LLAMA[0])(IDS).logits), "the control"
 
 
-@each_toy
+@of_each_kind
 def test_gradients_reach_the_expansions_that_it_weighs(made_of: Callable[..., Any], name: str) -> None:
     model = choose(made_of("llama", LLAMA).composed(), name).train()
     model(IDS, labels=IDS).loss.backward()
@@ -229,7 +229,7 @@ def test_its_numbers_are_checked(made_of: Callable[..., Any]) -> None:
         model.set_expansion(["law"], router="newest", sharpness=1)
 
 
-@of_each_kind
+@pytest.mark.parametrize("name", mostly(TOYS, "last_token".__eq__))
 def test_it_goes_through_every_command(
     speaking: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

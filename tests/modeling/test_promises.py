@@ -35,7 +35,7 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.strip import strip
 from tests.composed import Made, make_expansions
 from tests.conftest import Pair, digests, load
-from tests.each import DTYPES, FORM_OF, WAYS, each_way, each_way_in_a_form, mostly
+from tests.each import DTYPES, FORM_OF, WAYS, each_of_few_in_a_form, each_shape_in_a_form, mostly
 from tests.routed import padded, random_ids
 from tests.tiny import FAMILIES, save_tiny
 
@@ -75,19 +75,23 @@ ONE = ("law", "medicine", "chess", "deep", "without_up_stream", "without_heads",
 LLAMA = [Form("llama", MANY[:count]) for count in (1, 2)]
 # each family, dtype, way of attention and kind of expansion once; of these the rest is slow
 KEPT = [
-    *LLAMA,
+    LLAMA[1],
+    Form("gemma3_text", ("precise",), "bfloat16"),
+    Form("gpt_neox", ("medicine", "without_heads"), "bfloat16"),
+    Form("phi3", ("deep", "without_up_stream")),
+    Form("gpt2", ("without_inner",), "float16", "eager"),
+    Form("qwen3_moe", MOE[::3]),
+]
+OTHERS = [
+    LLAMA[0],
+    Form("llama", MANY),
     Form("llama", ("precise",), "bfloat16"),
     Form("llama", ("deep", "without_up_stream")),
     Form("gemma3_text", ("law", "medicine"), "bfloat16"),
-    Form("gpt_neox", ("medicine", "without_heads"), "bfloat16"),
     Form("phi3", ("medicine", "without_up_stream")),
     Form("gpt2", ("medicine", "without_inner"), "bfloat16"),
-    Form("qwen3_moe", MOE[::3]),
     Form("phi3", ("deep",), "float32", "eager"),
     Form("gpt2", ("law",), "float16", "eager"),
-]
-OTHERS = [
-    Form("llama", MANY),
     Form("llama", ("medicine", "gated")),
     Form("olmo2", ("deep", "medicine")),
     Form("qwen3_moe", MOE),
@@ -152,15 +156,18 @@ def models_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         return base_of(family, dtype, dtype == "bfloat16")
 
     @functools.cache
-    def made_of(form: Form, is_trained: bool) -> Made:
-        folder = tmp_path_factory.mktemp("trained" if is_trained else "fresh")
+    def made_of(form: Form) -> tuple[Made, Made]:
+        folder = tmp_path_factory.mktemp("made")
         where = functools.partial(base, form.family, form.dtype, form.attention)
-        made = make_expansions(lambda *_: where(), folder, form.family, form.names, form.dtype, is_trained=is_trained)
-        return replace(made, options={"attn_implementation": "eager"} if form.attention == "eager" else {})
+        fresh = make_expansions(
+            lambda *_: where(), folder / "fresh", form.family, form.names, form.dtype, is_trained=False
+        )
+        fresh = replace(fresh, options={"attn_implementation": "eager"} if form.attention == "eager" else {})
+        return fresh, fresh.trained(folder / "trained")
 
     @functools.cache
     def make(form: Form, device: str = "cpu") -> Models:
-        fresh, trained = made_of(form, False), made_of(form, True)
+        fresh, trained = made_of(form)
         begun, alone = ({name: made.alone(name).to(device) for name in form.names} for made in (fresh, trained))
         together = trained.composed(*form.names).to(device)
         with torch.no_grad(), together.use_expansion(list(form.names)):
@@ -168,7 +175,37 @@ def models_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         base = trained.alone(None).to(device)
         return Models(base, begun, alone, fresh.composed(*form.names).to(device), together, texts)
 
-    return lambda *key: copy.deepcopy(make(*key))
+    def copied(form: Form, device: str = "cpu") -> Models:
+        models = copy.deepcopy(make(form, device))
+        return replace(models, base=Remembered(models.base))
+
+    return copied
+
+
+class Remembered:
+    """A base, to which all else is compared: what it answers to one call is computed once."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.answers: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if "cache" in options:  # which changes from call to call
+            return self.model(*args, **options)
+        return self._answer(self.model, options)
+
+    def generate(self, **options: Any) -> Any:
+        return self._answer(self.model.generate, options)
+
+    def _answer(self, compute: Callable[..., Any], options: dict[str, Any]) -> Any:
+        values = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in options.items()}
+        key = repr((compute is self.model, sorted(values.items())))
+        if key not in self.answers:
+            self.answers[key] = compute(**options)
+        return self.answers[key]
 
 
 def prompts(device: torch.device | str = "cpu") -> list[dict[str, torch.Tensor]]:
@@ -225,11 +262,16 @@ def broken(models: Models, **router: Any) -> set[str]:
         if not has_base_stream(base, trained):
             failures.add("base_stream_always")
         failures |= {f"paths_as_alone: {name}" for name in paths_that_differ({None: base, **models.alone}, trained)}
-    # numbers of the router that bounds forgetting; by default equal weights that never switch
-    trained.set_expansion(names, **{"switch_rate": 0.0} | router)
-    if most_lost(trained, models.texts) > math.log(1 + len(names)) + ROOM[trained.dtype]:
+    if forgets(models, **router):
         failures.add("bounded_forgetting")
     return failures
+
+
+@torch.no_grad()
+def forgets(models: Models, **router: Any) -> bool:
+    """Whether a text loses more than the bound, by equal weights that never switch unless told otherwise."""
+    models.trained.set_expansion(models.names, **{"switch_rate": 0.0} | router)
+    return most_lost(models.trained, models.texts) > math.log(1 + len(models.names)) + ROOM[models.trained.dtype]
 
 
 def begins_as_base(models: Models) -> bool:
@@ -239,9 +281,8 @@ def begins_as_base(models: Models) -> bool:
             model.dtype != models.base.dtype
             or unequal(models.base, model)
             or unequal(models.base, model, use_cache=False)
+            or not writes_the_same(models.base, model, num_beams=3)
         ):
-            return False
-        if unequal(models.base, model, use_cache=False) or not writes_the_same(models.base, model, num_beams=3):
             return False
     for choice in (None, *models.names, models.names):
         with models.fresh.use_expansion(choice):
@@ -357,7 +398,7 @@ def test_nothing_is_broken(models_of: Callable[..., Models], form: Form) -> None
 @pytest.mark.parametrize("dtype", mostly(("float32", "bfloat16"), "bfloat16".__eq__))
 def test_output_at_init_with_several_threads(pair_of, dtype):
     """Once, on the largest prompts: threads of a busy machine wait for each other."""
-    pair, threads = pair_of("qwen3", "adapt", dtype), torch.get_num_threads()
+    pair, threads = pair_of("gpt2", "adapt", dtype, dtype == "bfloat16"), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with torch.no_grad():
@@ -383,7 +424,7 @@ def train(model: Any, steps: int = 3) -> set[str]:
     return reached
 
 
-@each_way_in_a_form
+@each_of_few_in_a_form
 def test_an_optimiser_moves_the_up_stream_alone(pair_of, family, dtype, tied):
     pair = pair_of(family, "preserve", dtype, tied)
     model = pair.load()
@@ -413,7 +454,7 @@ def check_base_stream(pair: Pair, model: Any) -> None:
         assert not torch.equal(actual[-1][..., hidden:], at_init[-1][..., hidden:])
 
 
-@each_way
+@pytest.mark.parametrize("family", mostly(FAMILIES, ("llama", "gpt2").__contains__))
 def test_base_stream_of_adapt_changes_from_the_first_collaborative_layer(tmp_path, base_of, family):
     """The negative control of base_stream_always, and the meaning of the preserved depth."""
     request = Request("1-2", variant="adapt", collaborative_layers="2", collaborate="both")
@@ -429,7 +470,7 @@ def test_base_stream_of_adapt_changes_from_the_first_collaborative_layer(tmp_pat
     assert equal == [True, True, True, False]
 
 
-@each_way_in_a_form
+@each_shape_in_a_form
 def test_recoverable(pair_of, tmp_path, family, dtype, tied):
     """Also of a trained model that save_pretrained wrote: the base tensors keep their bytes."""
     pair = pair_of(family, "adapt", dtype, tied)
@@ -455,12 +496,12 @@ each_count = pytest.mark.parametrize("form", mostly([*LLAMA, Form("llama", MANY)
 @each_count
 def test_one_number_of_any_w12_breaks_the_output_at_init(models_of: Callable[..., Models], form: Form) -> None:
     models = models_of(form)
-    for name in [name for name, _ in models.fresh.named_parameters() if name.endswith("law.w12")]:
-        spoiled = replace(models, fresh=copy.deepcopy(models.fresh), begun={})
-        with torch.no_grad():
-            spoiled.fresh.get_parameter(name)[0, 0] = 1.0
-            assert not begins_as_base(spoiled), name
+    together = replace(models, begun={})
     with torch.no_grad():
+        for name in [name for name, _ in models.fresh.named_parameters() if name.endswith("law.w12")]:
+            models.fresh.get_parameter(name)[0, 0] = 1.0
+            assert not begins_as_base(together), name
+            models.fresh.get_parameter(name)[0, 0] = 0.0
         parameter = models.begun["law"].get_parameter("model.layers.2.mlp.down_proj.expansions.law.w12")
         parameter[0, 0] = 1.0
     assert broken(models) == {"output_at_init"}
@@ -525,13 +566,14 @@ def test_weights_that_do_not_follow_break_the_bound(
     models, count = models_of(form), len(form.names)
     rare = [0.999 / count] * count
     assert broken(models, prior=[0.001, *rare]) == {"bounded_forgetting"}, "a path that begins with less loses more"
-    assert broken(models, switch_rate=0.9) == {"bounded_forgetting"}, "and so does one that gives its weight away"
+    assert forgets(models, switch_rate=0.9), "and so does one that gives its weight away"
+    assert not forgets(models), "the control"
 
     def stuck(self: PosteriorRouter, evidence: Any) -> Tensor:
         return torch.tensor(self.prior).log().expand_as(evidence.log_likelihoods)
 
     monkeypatch.setattr(PosteriorRouter, "weights", stuck)
-    assert broken(models) == {"bounded_forgetting"}
+    assert forgets(models)
 
 
 def test_a_joint_norm_breaks_the_output(pair_of, monkeypatch):

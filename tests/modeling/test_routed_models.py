@@ -28,9 +28,10 @@ from scale_surgery.surgery.route import route_export
 from tests import routed
 from tests.composed import LLAMA
 from tests.conftest import edited, load
-from tests.each import each_way, mostly
+from tests.each import mostly
 from tests.modeling.test_generation import DRIFT, logits
 from tests.routed import REQUESTS, Trio, prompts, random_ids, train
+from tests.tiny import FAMILIES
 
 trio_of = routed.trio_of
 PROMPT = {"input_ids": random_ids(2, 13)}
@@ -52,7 +53,7 @@ def test_threads_run_their_own_choices(many: Any) -> None:
 
     def run(number: int) -> list[Tensor]:
         with many.use_expansion(choices[number % 4]), torch.no_grad():
-            outputs = [many(**prompt).logits for _ in range(6)]
+            outputs = [many(**prompt).logits for _ in range(3)]
             outputs.append(many.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0))
             outputs += [many(**prompt, expansion_names=["chess", None]).logits, many.path_logits(**prompt)[0]]
         return outputs
@@ -218,7 +219,7 @@ def test_a_compiled_forward(many: Any) -> None:
     assert (logits(compiled, PROMPT, use_cache=False) - wanted).abs().max() > 0.1, "the control: it was for that block"
 
 
-@each_way
+@pytest.mark.parametrize("family", mostly(FAMILIES, ("llama", "gpt2").__contains__))
 def test_the_signature_is_the_stock_one(trio_of: Callable[..., Trio], family: str) -> None:
     """Trainers and generate learn from it what a model takes; positional calls work as before."""
     model, base = trio_of(family).routed(), load(trio_of(family).base_path)

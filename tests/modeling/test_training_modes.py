@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from tests.conftest import load
 from tests.dense_reference import dense_gradients
-from tests.each import each_way, mostly
+from tests.each import FEW, each_way, mostly, woven
 from tests.modeling.test_gradients import always_detached, never_detached
 from tests.routed import train
-from tests.tiny import save_tiny
+from tests.tiny import FAMILIES, save_tiny
 
 # largest relative error of one tensor's gradient, norm over norm; the largest found in float32 is 1.2e-5
 ALLOWED = 1e-4
@@ -40,12 +41,11 @@ REQUESTS = {
     "adapt_without_up_stream": Request("1", variant="adapt", up_width=0, init_w22="random"),
 }
 NO_DROPOUT = {"gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}
-CHECKPOINTING = (None, {"use_reentrant": False}, {"use_reentrant": True})
+HOOKS, REENTRANT = {"use_reentrant": False}, {"use_reentrant": True}
+CHECKPOINTING = (None, HOOKS, REENTRANT)
 
 Gradients = dict[str, Tensor]
 each_kind = pytest.mark.parametrize("family", mostly(KINDS, ("llama", "gpt2", "gemma3_text").__contains__))
-each_variant = pytest.mark.parametrize("request_name", ("preserve", "adapt"))
-each_checkpointing = pytest.mark.parametrize("options", CHECKPOINTING, ids=("default", "hooks", "reentrant"))
 
 
 def batch(device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -166,8 +166,7 @@ def check_noise(actual: Gradients, wanted: Gradients, noise: dict[str, float]) -
         assert error < ALLOWED_NOISE * (noise[name] + usual), f"{name}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("request_name", REQUESTS)
-@each_way
+@pytest.mark.parametrize(("family", "request_name"), woven(FEW, list(REQUESTS), among=FAMILIES))
 def test_plain(model_of: Any, wanted_of: Any, family: str, request_name: str) -> None:
     model, wanted = model_of(family, request_name), wanted_of(family, request_name)
     assert wanted.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -177,9 +176,14 @@ def test_plain(model_of: Any, wanted_of: Any, family: str, request_name: str) ->
     check(gradients(model), wanted)
 
 
-@each_kind
-@each_variant
-@each_checkpointing
+@pytest.mark.parametrize(
+    ("family", "request_name", "options"),
+    mostly(
+        product(KINDS, ("preserve", "adapt"), CHECKPOINTING),
+        [("llama", "preserve", None), ("gpt2", "adapt", HOOKS), ("gemma3_text", "adapt", REENTRANT)].__contains__,
+    ),
+    ids=str,
+)
 def test_activation_checkpointing(
     model_of: Any, wanted_of: Any, family: str, request_name: str, options: dict[str, Any] | None
 ) -> None:
@@ -210,9 +214,17 @@ WAYS_TO_STEP = {
 }
 
 
-@each_kind
-@each_variant
-@pytest.mark.parametrize("way", mostly(WAYS_TO_STEP, ("accumulated", "all of it at once").__contains__))
+@pytest.mark.parametrize(
+    ("family", "request_name", "way"),
+    mostly(
+        product(KINDS, ("preserve", "adapt"), WAYS_TO_STEP),
+        [
+            ("llama", "preserve", "all of it at once"),
+            ("gpt2", "preserve", "accumulated"),
+            ("gemma3_text", "adapt", "all of it at once"),
+        ].__contains__,
+    ),
+)
 def test_other_ways_to_step(
     model_of: Any, wanted_of: Any, noise_of: Any, family: str, request_name: str, way: str
 ) -> None:
@@ -279,8 +291,11 @@ def test_below_the_first_collaborative_layer_nothing_passes_through_the_base(mod
         assert any(".1." in name for name in weights_kept(model_of(family, "preserve"))), "the control"
 
 
-@each_kind
-@each_checkpointing
+@pytest.mark.parametrize(
+    ("family", "options"),
+    mostly(product(KINDS, CHECKPOINTING), [("llama", None), ("gpt2", HOOKS), ("gemma3_text", REENTRANT)].__contains__),
+    ids=str,
+)
 def test_nor_under_checkpointing(
     model_of: Any, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any] | None
 ) -> None:
@@ -296,9 +311,11 @@ def test_nor_under_checkpointing(
 
         return stock(module, run_noted, x, layout)
 
+    allowed_of = {"preserve": ".none.", "adapt": ".2."}
+    models = {request_name: model_of(family, request_name) for request_name in allowed_of}
     monkeypatch.setattr(ExpandedModule, "through", noted)
-    for request_name, allowed in (("preserve", ".none."), ("adapt", ".2.")):
-        model = model_of(family, request_name)
+    for request_name, allowed in allowed_of.items():
+        model = models[request_name]
         for name, module in model.named_modules():
             module.name = name
         enable_checkpointing(model, options)

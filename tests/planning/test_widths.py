@@ -15,7 +15,7 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.scale import default_kv_heads
 from scale_surgery.show.tables_plan import plan_rows
-from tests.each import mostly
+from tests.each import woven
 
 # vocabulary, hidden, inner, layers, query heads, key/value heads, head size
 SHAPES = {
@@ -72,8 +72,9 @@ def head_and_layers(made: Plan) -> tuple[int, int]:
     )
 
 
-@pytest.mark.parametrize("variant", ["preserve", "adapt"])
-@pytest.mark.parametrize("name", mostly(SHAPES, ("gemma-3-270m", "qwen2.5-0.5b").__contains__))
+@pytest.mark.parametrize(
+    ("name", "variant"), woven(("gemma-3-270m", "qwen2.5-0.5b"), ("preserve", "adapt"), among=SHAPES)
+)
 def test_few_layers_add_few_parameters_and_the_head_no_more_than_they(name, variant, shape_of):
     collaborate = "both" if variant == "adapt" else None
     for layers in ("last:4", QUARTER[name]):

@@ -132,6 +132,7 @@ def test_it_is_shown_and_drawn(calibration: Calibration) -> None:
     assert len(content["proposed"]["routing"]["prior"]) == 4 and content["paths"] == ["base", *NAMES]
 
 
+@pytest.mark.slow
 def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
     asked = ["--most-forgetting", "9", "--bound", "9", "--set", "most_short_forgetting=9", "--set", "least_gain=0"]

@@ -71,22 +71,39 @@ def folders(tmp_path_factory) -> dict[str, tuple[Path, Path, str | None]]:
 
 
 @pytest.fixture(scope="module")
-def ids_in_a_fresh_process(folders, tmp_path_factory) -> dict[str, list]:
-    """Class and ids that somebody finds who has transformers only: of each base, and of each expanded folder."""
+def fresh_process(folders, tmp_path_factory) -> tuple[list, dict[str, list]]:
+    """What somebody finds who has transformers only.
+
+    First of one expanded folder with each flag: ids, whether he was asked, whether its code ran. Then class and ids of
+    each base and of each expanded folder.
+    """
     script = """
-import json, sys
+import io, json, sys
+from contextlib import redirect_stdout
 from transformers import AutoTokenizer
-found = {}
-for folder in sys.argv[2:]:
+flagged, found = [], {}
+for flags in ({"trust_remote_code": False}, {}, {"trust_remote_code": True}):
+    sys.stdin = io.StringIO("n\\n")
+    with redirect_stdout(io.StringIO()) as said:
+        ids = AutoTokenizer.from_pretrained(sys.argv[2], **flags)("hello world")["input_ids"]
+    runs_code = any(name.startswith("transformers_modules.") for name in sys.modules)
+    flagged.append([ids, "run the custom code?" in said.getvalue(), runs_code])
+for folder in sys.argv[3:]:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     found[folder] = [type(tokenizer).__name__, [tokenizer(text)["input_ids"] for text in json.loads(sys.argv[1])]]
 assert "scale_surgery" not in sys.modules
-print(json.dumps(found))
+print(json.dumps([flagged, found]))
 """
     paths = [path for base, expanded, _ in folders.values() for path in (base, expanded)]
-    done = run_fresh(script, json.dumps(TEXTS), *paths, cwd=tmp_path_factory.mktemp("fresh"))
+    flagged = folders["qwen3_named"][1]
+    done = run_fresh(script, json.dumps(TEXTS), flagged, *paths, cwd=tmp_path_factory.mktemp("fresh"))
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return tuple(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def ids_in_a_fresh_process(fresh_process) -> dict[str, list]:
+    return fresh_process[1]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -142,26 +159,11 @@ def test_a_folder_without_a_tokenizer(base_of, tmp_path):
     assert not (expansion.path / "tokenizer_config.json").exists()
 
 
-def test_a_tokenizer_loads_without_a_question_and_without_code(folders, tmp_path):
-    _, expanded, _ = folders["qwen3_named"]
-    script = """
-import io, json, sys
-from contextlib import redirect_stdout
-from transformers import AutoTokenizer
-found = []
-for flags in ({"trust_remote_code": False}, {}, {"trust_remote_code": True}):
-    sys.stdin = io.StringIO("n\\n")
-    with redirect_stdout(io.StringIO()) as said:
-        ids = AutoTokenizer.from_pretrained(sys.argv[1], **flags)("hello world")["input_ids"]
-    runs_code = any(name.startswith("transformers_modules.") for name in sys.modules)
-    found.append([ids, "run the custom code?" in said.getvalue(), runs_code])
-print(json.dumps(found))
-"""
-    done = run_fresh(script, expanded, cwd=tmp_path)
-    ids = load_tokenizer(expanded)("hello world")["input_ids"]
+def test_a_tokenizer_loads_without_a_question_and_without_code(folders, fresh_process):
+    ids = load_tokenizer(folders["qwen3_named"][1])("hello world")["input_ids"]
     # the negative controls: without the flag it asks, and with the other its code runs; as soon as transformers asks no
     # more, docs/trust.md can do without a flag
-    assert json.loads(done.stdout) == [[ids, False, False], [ids, True, False], [ids, False, True]], done.stderr
+    assert fresh_process[0] == [[ids, False, False], [ids, True, False], [ids, False, True]]
 
 
 def test_a_class_is_found_without_a_vocabulary(folders):

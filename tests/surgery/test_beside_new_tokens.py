@@ -30,6 +30,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import Problem
 from scale_surgery.planning.new_tokens import NewTokens
 from tests.conftest import digests, problems, shake
+from tests.each import mostly, woven
 from tests.tiny import save_tiny
 
 ROWS = 1200
@@ -41,7 +42,10 @@ REQUESTS = {
 }
 
 
-@pytest.fixture(scope="module", params=[NAMES, NAMES[::-1]], ids=["tokens first", "tokens last"])
+ORDERS = {"tokens first": NAMES, "tokens last": NAMES[::-1]}
+
+
+@pytest.fixture(scope="module", params=ORDERS)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, each expansion alone, and both in one folder in either order."""
     folder = tmp_path_factory.mktemp("beside")
@@ -49,7 +53,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(folder / "base")
     for name in NAMES:
         shake(expand(folder / "base", REQUESTS[name], folder / name).path)
-    first, second = request.param
+    first, second = ORDERS[request.param]
     expand(folder / first, REQUESTS[second], folder / "unshaken")
     for file in (folder / second).glob("expansion-*.safetensors"):
         shutil.copyfile(file, folder / "unshaken" / file.name)
@@ -78,7 +82,7 @@ def test_each_stays_alone_where_the_other_is_removed(place: Path, tmp_path: Path
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(AutoTokenizer.from_pretrained(place / name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("place", "name"), woven(list(ORDERS), NAMES), indirect=["place"])
 def test_each_is_merged_and_trained_beside_the_other(
     place: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +132,7 @@ def test_what_is_changed_in_the_folder_is_seen_whichever_is_taken_out(place: Pat
         shutil.copyfile(place / "both" / file, damaged / file)
 
 
+@pytest.mark.parametrize("place", mostly(ORDERS, "tokens last".__eq__), indirect=True)
 def test_a_mixture_does_not_claim_to_begin_as_the_base(place: Path, tmp_path: Path) -> None:
     expand(place / "base", REQUESTS["words"], tmp_path / "words")
     route_export(tmp_path / "words", tmp_path / "routed", PosteriorRouter())

@@ -71,7 +71,7 @@ def test_output_at_init(deep_of, family, dtype, tied):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "tied"),
-    mostly([(family, *FORM_OF[family]) for family in WAYS], lambda case: case[0] in ("llama", "gpt2")),
+    mostly([(family, *FORM_OF[family]) for family in WAYS], lambda case: case[0] == "gpt2"),
 )
 def test_one_entry_of_what_is_mute_changes_the_output(deep_of, family, dtype, tied):
     """The negative control of output_at_init; and no other tensor of a copy counts as long as those are as they are."""
@@ -153,7 +153,7 @@ UNLISTED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes"), mostly(UNLISTED, (UNLISTED[0], ("gemma2", {})).__contains__))
+@pytest.mark.parametrize(("family", "changes"), mostly(UNLISTED, UNLISTED[0].__eq__))
 def test_types_of_layers_are_those_of_transformers(family, changes):
     """Where config.json lists none, as on the Hub: the facts against the stock config class, base and deepened."""
     config = tiny_config(family, num_hidden_layers=7).to_diff_dict() | {"model_type": family} | changes

@@ -6,6 +6,7 @@ import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from scale_surgery.tensors import blocks
 from scale_surgery.training.settings import GROUPS, TrainingSettings
 from scale_surgery.training.train import train
 from tests.conftest import digests, edited, load, problems, refused, shake
-from tests.each import DTYPES, FEW, each_shape, mostly, woven
+from tests.each import DTYPES, SHAPES, mostly, woven
 from tests.families import FAMILIES as FACTS
 from tests.tiny import FAMILIES
 
@@ -64,14 +65,13 @@ def promise(result: Verification, name: str) -> Any:
 
 # each family in both variants and in both dtypes
 @pytest.mark.parametrize(
-    ("request_", "dtype"),
+    ("family", "request_", "dtype"),
     mostly(
-        [(request, dtype) for request in (FREEZE, TRAIN) for dtype in DTYPES],
-        [(FREEZE, "bfloat16"), (TRAIN, "float32")].__contains__,
+        product(FAMILIES, (FREEZE, TRAIN), DTYPES),
+        [("llama", TRAIN, "float32"), ("phi3", FREEZE, "bfloat16"), ("gpt2", FREEZE, "float32")].__contains__,
     ),
     ids=lambda value: value if isinstance(value, str) else value.variant or "grow-freeze",
 )
-@each_shape
 def test_output_at_init(
     family: str, dtype: str, request_: Request, grown_of: Callable[..., Path], base_of: Callable[..., Path]
 ) -> None:
@@ -198,8 +198,11 @@ def test_training_into_the_trap_is_refused(stories: Path, tmp_path: Path) -> Non
     train(three, [tmp_path / "new.txt"], tmp_path / "three-trained", settings)
 
 
-@pytest.mark.parametrize("request_", [FREEZE, TRAIN], ids=["freeze", "train"])
-@each_shape
+@pytest.mark.parametrize(
+    ("family", "request_"),
+    woven(SHAPES, (FREEZE, TRAIN), among=FAMILIES),
+    ids=lambda value: value if isinstance(value, str) else "train" if value == TRAIN else "freeze",
+)
 def test_strip_extract_apply(
     family: str, request_: Request, grown_of: Callable[..., Path], base_of: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -249,7 +252,7 @@ def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_
 
 @pytest.mark.parametrize(
     ("family", "routing"),
-    woven(FEW, ROUTINGS, among=FACTS),
+    woven(("llama", "gpt2"), ROUTINGS, among=FACTS),
     ids=lambda value: value if isinstance(value, str) else value.router,
 )
 def test_routed(family: str, routing: Router, grown_of: Callable[..., Path], tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.specs import Widths
 from scale_surgery.surgery.merge_stock import stock_config
 from tests.conftest import digests, edited, load, problems, refused, shake
-from tests.each import mostly
+from tests.each import mostly, woven
 from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES as TINY
 from tests.tiny import TOKENS as TOKEN_IDS
@@ -99,8 +99,12 @@ def logits(model, ids=OLD):
     return model(ids).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("request_", [ALONE, WIDE], ids=["alone", "wide"])
+# as they are, scaled and capped, by a Conv1D, and logits that are scaled
+@pytest.mark.parametrize(
+    ("family", "request_"),
+    woven(("llama", "gemma2", "gpt2", "cohere"), (ALONE, WIDE), among=FAMILIES),
+    ids=lambda value: value if isinstance(value, str) else "wide" if value == WIDE else "alone",
+)
 def test_old_vocabulary(base_of, tmp_path, family, request_):
     base = base_of(family)
     model = load(expand(base, request_, tmp_path / "wide").path)
@@ -175,7 +179,7 @@ def test_after_training(base_of, tmp_path):
         assert torch.equal(logits(load(wide))[..., :ROWS], logits(load(base))) == kept
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", mostly(("llama", "gemma2"), "llama".__eq__))
 def test_routed(base_of, tmp_path, family):
     base = base_of(family)
     wide = shake(expand(base, WIDE, tmp_path / "wide").path)
@@ -206,7 +210,8 @@ def test_cosine_is_fused(base_of, tmp_path):
 
 
 # a config that takes what transformers sets on any, a tensor that files call otherwise, layers of unlike heads
-@pytest.mark.parametrize("model_type", mostly(("mellum", "laguna", "axk1", "dots3_note_text"), "mellum".__eq__))
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ("mellum", "laguna", "axk1", "dots3_note_text"))
 def test_fused_where_layers_cannot_be(base_of, tmp_path, model_type):
     base = base_of(model_type)
     wide = shake(expand(base, ALONE, tmp_path / "wide").path)

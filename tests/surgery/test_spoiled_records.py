@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,15 @@ Change = Callable[[dict[str, Any]], None]
 POSTERIOR = PosteriorRouter().for_expansions(1).settings
 
 
+@pytest.fixture(scope="module")
+def expanded(base_of, tmp_path_factory) -> Path:
+    request = Request("1-2", variant="adapt", collaborate="both")
+    return expand(base_of("llama"), request, tmp_path_factory.mktemp("expanded") / "adapt").path
+
+
 @pytest.fixture
-def adapt(base_of, tmp_path) -> Path:
-    return expand(base_of("llama"), Request("1-2", variant="adapt", collaborate="both"), tmp_path / "adapt").path
+def adapt(expanded, tmp_path) -> Path:
+    return Path(shutil.copytree(expanded, tmp_path / "adapt"))
 
 
 @pytest.fixture
@@ -41,9 +48,14 @@ def grown(base_of, tmp_path) -> Path:
     return expand(base_of("llama"), Request("1-2", method="grow"), tmp_path / "grown").path
 
 
+@pytest.fixture(scope="module")
+def merged(expanded, tmp_path_factory) -> Path:
+    return merge(expanded, tmp_path_factory.mktemp("merged") / "fused", "fused").path
+
+
 @pytest.fixture
-def fused(adapt, tmp_path) -> Path:
-    return merge(adapt, tmp_path / "fused", "fused").path
+def fused(merged, tmp_path) -> Path:
+    return Path(shutil.copytree(merged, tmp_path / "fused"))
 
 
 def edit(path: Path, change: Change) -> Path:

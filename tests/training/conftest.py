@@ -15,7 +15,7 @@ from tests.training.test_train import ask, write_lines
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """texts.jsonl tells of people whom new.jsonl asks about; old.jsonl asks about people whom the model knows."""
     folder = tmp_path_factory.mktemp("train")
-    write_lines(folder / "texts.jsonl", [{"text": biography(person, 3)} for person in people(12, start=400)])
+    write_lines(folder / "texts.jsonl", [{"text": biography(person, 3)} for person in people(6, start=400)])
     write_lines(folder / "old.jsonl", ask(0))
     write_lines(folder / "new.jsonl", ask(400))
     (folder / "word.txt").write_text("Hello.", encoding="utf-8")

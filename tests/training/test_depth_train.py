@@ -48,7 +48,7 @@ Deep = Callable[..., Pair]
 
 
 # one whose copies are mute by their output projections, one by norms after them, one whose linears are transposed
-@pytest.mark.parametrize("family", mostly(FAMILIES, ("llama", "gemma3_text").__contains__))
+@pytest.mark.parametrize("family", mostly(FAMILIES, "gemma3_text".__eq__))
 def test_only_the_copies_train(deep_of: Deep, family: str) -> None:
     pair = deep_of(family)
     model = freeze_base(pair.load())

@@ -42,6 +42,7 @@ from scale_surgery.text.tokenizing import pack, tokenize, without_unscored
 from scale_surgery.training import training_texts
 from scale_surgery.training.training_texts import read_texts
 from tests.conftest import Bars, digests, edited, problems, refusal, refused
+from tests.each import woven
 from tests.training.test_train import SETTINGS, SHORT
 
 ASKED = [question for person in people(6, start=400) for question in questions(person)]
@@ -147,15 +148,14 @@ def test_conversations_are_learned_and_measured_by_the_chat_template(place: Path
     assert score.new is not None and (score.new.scored, score.new.questions) == (answers, len(ASKED))
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize(
-    "texts",
-    [
-        *((f"{form}{suffix}",) for form in FORMS for suffix in (".jsonl", ".json")),
-        *(("plain.txt",), ("saved",), ("data,split=train,column=body",)),
-        *(("plain.txt", "question.jsonl", "saved", "plain.txt"),),
-    ],
-)
+TEXTS = [
+    *((f"{form}{suffix}",) for form in FORMS for suffix in (".jsonl", ".json")),
+    *(("plain.txt",), ("saved",), ("data,split=train,column=body",)),
+    *(("plain.txt", "question.jsonl", "saved", "plain.txt"),),
+]
+
+
+@pytest.mark.parametrize(("texts", "packing"), woven(TEXTS, [True, False]))
 def test_in_memory_and_on_disk_are_what_they_were(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: tuple[str, ...], packing: bool
 ) -> None:

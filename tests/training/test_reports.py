@@ -41,7 +41,7 @@ TO_BOARD = TrainingStart(report_to=("tensorboard",))
 
 
 def run(place: Path, output: Path, start: TrainingStart = TO_BOARD, **options: Any) -> Training:
-    sides = EvalData(old=[place / "texts.jsonl"])
+    sides = EvalData(old=[place / "old.jsonl"])
     return train(place / "adapt", [place / "texts.jsonl"], output, SETTINGS, eval_data=sides, start=start, **options)
 
 

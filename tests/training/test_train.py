@@ -44,8 +44,9 @@ from scale_surgery.training.run_folder import publish_tensors
 from scale_surgery.training.settings import GROUPS
 from tests.command import run
 from tests.conftest import digests, load, problems, refused
-from tests.each import each_way, mostly
+from tests.each import mostly
 from tests.interrupted_steps import FORKS, run_apart, run_command, train_and_die_at_the_end
+from tests.tiny import FAMILIES
 
 SHORT = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
 SETTINGS = TrainingSettings(steps=6, save_every=2, eval_every=3, **SHORT)
@@ -469,7 +470,7 @@ def test_a_base_that_changed_under_the_link_is_refused(place: Path, tmp_path: Pa
 # names and shards
 
 
-@each_way
+@pytest.mark.parametrize("family", mostly(FAMILIES, ("llama", "gpt_neox").__contains__))
 def test_trained_tensors_find_their_names_on_disk(pair_of: Any, tmp_path: Path, family: str) -> None:
     pair = pair_of(family, "adapt", "float32", False)
     shutil.copytree(pair.path, tmp_path / "out")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from scale_surgery.show import log_lines
-from tests.command import run_logged
-from tests.interrupted_steps import run_terminated
+from tests.command import run_logged, terminated_at
 from tests.training.test_distributed import ROOT
 
 LINE = re.compile(
@@ -59,6 +58,7 @@ def test_a_log_has_the_beginning_and_each_measurement(place: Path, tmp_path: Pat
     assert [bool(line["left"]) for line in measured] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_without_the_interval_each_step_is_a_line_with_its_loss(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +77,7 @@ def test_without_the_interval_each_step_is_a_line_with_its_loss(
     assert notes == [f"loss {loss:.3f}" for loss in losses[:-1]]
 
 
+@pytest.mark.slow
 def test_a_quiet_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     run_logged(tmp_path / "quiet", *words(place, tmp_path / "out", "-q", steps=2))
     assert (tmp_path / "quiet").read_text() == ""
@@ -84,7 +85,8 @@ def test_a_quiet_run_writes_nothing(place: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_a_scheduler_ends_says_so_and_goes_on(place: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert run_terminated(log, "step 3 of 24", list(map(str, words(place, tmp_path / "out", steps=24)))) == 1
+    with terminated_at(log, "step 3 of 24"):
+        run_logged(log, *words(place, tmp_path / "out", steps=24), code=1)
     *_, last = log.read_text(encoding="utf-8").splitlines()
     stopped = re.search(
         r": interrupted after step (\d+); the folder holds step (\d+)\. Continue with --resume\.$", last

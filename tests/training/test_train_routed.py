@@ -105,7 +105,8 @@ def test_with_the_route_the_base_stays(place: Path, trained_of: Callable[..., Pa
     assert not torch.equal(preserve, adapt)
 
 
-@pytest.mark.parametrize("name", mostly(ROUTERS, "posterior".__eq__))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTERS)
 def test_the_first_loss_is_that_of_the_routed_output(
     place: Path, trained_of: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
