@@ -14,6 +14,7 @@ from scale_surgery.errors import (
     UnsupportedFamilyError,
 )
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
+from scale_surgery.evidence.evaluate_settings import EvaluationSettings
 from scale_surgery.evidence.inspect import ExpansionSummary, FolderSummary, Inspection, inspect
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.evidence.report import report
@@ -77,6 +78,7 @@ __all__ = [
     "DataError",
     "EvalData",
     "Evaluation",
+    "EvaluationSettings",
     "Expansion",
     "ExpansionSummary",
     "Extracted",

@@ -51,6 +51,7 @@ def merge_command(expanded: Path, output: Path, to: Any, out: Output, **options:
     from scale_surgery.show.tables_forms import render_merged
     from scale_surgery.surgery.merge import merge
 
-    part, probes, run = (take_fields(kind, options) for kind in (MergedPart, Probes, RunOptions))
+    part, probes = take_fields(MergedPart, options), take_fields(Probes, options)
+    run = take_fields(RunOptions, options)
     done = merge(expanded, output, to, part=part, probes=probes, run=run, track=out.track, **options)
     out.show(done, render_merged(done))
