@@ -14,6 +14,7 @@ from scale_surgery.errors import (
     UnsupportedFamilyError,
 )
 from scale_surgery.evidence.evaluate import Evaluation, evaluate
+from scale_surgery.evidence.evaluate_settings import EvaluationSettings
 from scale_surgery.evidence.inspect import ExpansionSummary, FolderSummary, Inspection, inspect
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.evidence.report import report
@@ -41,13 +42,14 @@ from scale_surgery.running.freeze import expansion_disabled, freeze_base
 from scale_surgery.running.learned_tokens import ChosenTokens
 from scale_surgery.running.new_tokens import find_new_tokens
 from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.strength import set_strength
 from scale_surgery.surgery.adopt import Adopted, adopt
 from scale_surgery.surgery.apply import Applied, GivenBase, apply
 from scale_surgery.surgery.compose import Composed, compose
 from scale_surgery.surgery.expand import Expansion, expand
 from scale_surgery.surgery.extract import Extracted, extract
 from scale_surgery.surgery.load_expansion import load_expansion
-from scale_surgery.surgery.merge import Merged, merge
+from scale_surgery.surgery.merge import Merged, MergedPart, merge
 from scale_surgery.surgery.route import Routed, route_export, set_routing, unroute
 from scale_surgery.surgery.strip import Stripped, strip
 from scale_surgery.talking.generate import generate
@@ -76,6 +78,7 @@ __all__ = [
     "DataError",
     "EvalData",
     "Evaluation",
+    "EvaluationSettings",
     "Expansion",
     "ExpansionSummary",
     "Extracted",
@@ -89,6 +92,7 @@ __all__ = [
     "Inspection",
     "Learned",
     "Merged",
+    "MergedPart",
     "NewTokens",
     "Plan",
     "PlanError",
@@ -145,6 +149,7 @@ __all__ = [
     "route_report",
     "serve",
     "set_routing",
+    "set_strength",
     "strip",
     "train",
     "unroute",

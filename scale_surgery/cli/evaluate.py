@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import OLD_HELP, TEXTS, output_options, reading_options, take_fields
+from scale_surgery.cli.options import (
+    OLD_HELP,
+    TEXTS,
+    as_list,
+    options_from,
+    output_options,
+    reading_options,
+    take_fields,
+)
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
+from scale_surgery.evidence.evaluate_settings import EvaluationSettings
 from scale_surgery.text.sources import NO_OLD_TEXT, paths_of
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
+def _as_numbers(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+    """Parse comma-separated numbers."""
+    try:
+        return None if text is None else tuple(map(float, as_list(context, parameter, text)))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no list of numbers, such as 0,0.5,1.") from error
+
+
 @click.command(name="evaluate", cls=Headed)
 @click.argument("models", nargs=-1, required=True)
 @click.option("--old", multiple=True, type=TEXTS, help=OLD_HELP)
 @click.option("--new", multiple=True, type=TEXTS, help="New text, to measure learning. Can be repeated.")
+@click.option(
+    "--strength",
+    "strengths",
+    callback=_as_numbers,
+    metavar="S,...",
+    help="Measure each expansion also at these strengths, from 0 (the base) to 1 (what was learned), such as "
+    "0,0.25,0.5,0.75,1. merge --strength writes one.",
+)
+@options_from(EvaluationSettings, "probes_file", "max_new_tokens", "run_python", "python_seconds", "max_forgetting")
 @reading_options("MODELS")
 @files_option(
     ".json",
@@ -43,6 +70,8 @@ def evaluate_command(
 
     \b
     Example: scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
+    A dial: scale-surgery evaluate EXPANDED --old FILE --new FILE --strength 0,0.5,1
+    At most 2 % lost: scale-surgery evaluate EXPANDED --probes probes.jsonl --max-forgetting 0.02
     On several GPUs: accelerate launch -m scale_surgery evaluate FOLDER --old FILE
     """
     from scale_surgery.checkpoint.staging import check_output_files
@@ -52,13 +81,17 @@ def evaluate_command(
     from scale_surgery.show.figure_plane import plot_plane
     from scale_surgery.show.tables import render_evaluation
 
-    if not (old or new):
-        raise click.UsageError(f"--old and --new are missing, give one of them or both. {NO_OLD_TEXT}")
+    settings = take_fields(EvaluationSettings, options)
+    if not (old or new or settings.probes_file):
+        raise click.UsageError(f"--old, --new and --probes are missing, give at least one of them. {NO_OLD_TEXT}")
     if not (old and new) and any(file.suffix.lower() in PICTURES for file in outputs):
         raise click.UsageError("A picture needs --old and --new: the plane has an axis for each.")
-    check_output_files(outputs, [*models, *paths_of([*old, *new])])
-    result = evaluate(models, old, new, run=take_fields(RunOptions, options), track=out.track, **options)
+    probes = [] if settings.probes_file is None else [settings.probes_file]
+    check_output_files(outputs, [*models, *paths_of([*old, *new]), *probes])
+    run = take_fields(RunOptions, options)
+    result = evaluate(models, old, new, settings=settings, run=run, track=out.track, **options)
     out.show(result, render_evaluation(result))
     drawn = pictures(lambda file: plot_plane(result, file))
     write_files(outputs, {".json": as_result(result), **drawn}, out)
     out.suggest(after_evaluation(result, models))
+    sys.exit(0 if result.limit is None or result.limit.holds else 1)

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from scale_surgery.cli.headings import Headed
-from scale_surgery.cli.options import FOLDER, output_options, overwrite_option, running_options, take_fields
+from scale_surgery.cli.options import (
+    FOLDER,
+    options_from,
+    output_options,
+    overwrite_option,
+    running_options,
+    take_fields,
+)
 from scale_surgery.cli.outputs import OUTPUT_FOLDER
-from scale_surgery.surgery.merge import MergedForm
+from scale_surgery.surgery.merge import MergedForm, MergedPart
 
 if TYPE_CHECKING:
     from scale_surgery.show.console import Output
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
     "model code. stock: a plain checkpoint of the base's architecture, if the hidden size was not widened. blocks: "
     "split a fused model into its blocks again, byte for byte.",
 )
-@click.option("--name", help="Expansion to merge, if there are several. The others are left out.")
+@options_from(MergedPart)
 @running_options
 @overwrite_option
 @output_options
@@ -38,11 +45,13 @@ def merge_command(expanded: Path, output: Path, to: Any, out: Output, **options:
     \b
     Example: scale-surgery merge EXPANDED -o FUSED
     Without remote code: scale-surgery merge EXPANDED -o STOCK --to stock
+    Between base and learned: scale-surgery merge EXPANDED -o HALF --strength 0.5
     """
     from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.tables_forms import render_merged
     from scale_surgery.surgery.merge import merge
 
-    probes, run = take_fields(Probes, options), take_fields(RunOptions, options)
-    done = merge(expanded, output, to, probes=probes, run=run, track=out.track, **options)
+    part, probes = take_fields(MergedPart, options), take_fields(Probes, options)
+    run = take_fields(RunOptions, options)
+    done = merge(expanded, output, to, part=part, probes=probes, run=run, track=out.track, **options)
     out.show(done, render_merged(done))

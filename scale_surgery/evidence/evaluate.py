@@ -1,4 +1,4 @@
-"""Forgetting and learning: scores of several models on old and new text.
+"""Forgetting and learning: scores of several models on old and new text, and on probes.
 
 `evaluate_models` defines the rows of a model. Every model reads with its own tokenizer, and long texts are read in
 overlapping windows.
@@ -11,23 +11,31 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.expansions import specs_of_expansions
 from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.names import MANIFEST_FILE
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import listed
-from scale_surgery.errors import DataError, Problem
+from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
 from scale_surgery.evidence.evaluate_models import MeasuredRow, Meter, Score
+from scale_surgery.evidence.evaluate_settings import USUAL, EvaluationSettings
+from scale_surgery.evidence.forgetting_limit import ForgettingLimit, limit_of
+from scale_surgery.evidence.probe_file import EncodedProbes, Probe, encode_probes, read_probes
 from scale_surgery.evidence.rehearsed import rehearsed_texts
+from scale_surgery.fields import problems_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.running.processes import join_processes
+from scale_surgery.running.strength import check_strength, strength_problems
 
 if TYPE_CHECKING:
     from accelerate import PartialState
 
     from scale_surgery.text.documents import Document
+    from scale_surgery.text.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Evaluation:
         step: Tokens from one window of a long text to the next.
         dtype: Dtype that weights were cast to; None for the stored dtype.
         notes: Notes on the numbers.
+        limit: The limit of forgetting, and the models above it; None without a limit.
     """
 
     scores: tuple[Score, ...]
@@ -51,12 +60,14 @@ class Evaluation:
     step: int
     dtype: Dtype | None
     notes: tuple[str, ...]
+    limit: ForgettingLimit | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain JSON values, with values derived from the sums."""
         content = asdict(self)
         for row, score in zip(content["scores"], self.scores, strict=True):
             row |= {"old": _measurement_to_json(score.old), "new": _measurement_to_json(score.new)}
+            row |= {"probes": None if score.probes is None else score.probes.to_json()}
         # JSON has neither NaN nor infinity, so they become texts
         return plain_json(content)
 
@@ -66,8 +77,7 @@ def evaluate(
     old: str | Path | Sequence[str | Path] = (),
     new: str | Path | Sequence[str | Path] = (),
     *,
-    sequence_length: int | None = None,
-    step: int | None = None,
+    settings: EvaluationSettings = USUAL,
     run: RunOptions = RunOptions(),
     revision: str | None = None,
     track: Track = no_track,
@@ -81,9 +91,8 @@ def evaluate(
     Args:
         models: A folder or Hub id, or several.
         old: Old text, which the base knows: a file or saved dataset, or several; see `documents.read_documents`.
-        new: New text, which the expansion was to learn, in the same form. Old or new text is required.
-        sequence_length: Most tokens of a window; by default the shortest context, at most 1024.
-        step: Tokens from one window of a longer text to the next; by default half of that.
+        new: New text, which the expansion was to learn, in the same form. Old or new text, or probes, are required.
+        settings: Windows of texts, strengths to measure, probes to ask, and the limit of forgetting.
         run: Options of the run: device, dtype, trust_remote_code, batch_size.
         revision: Branch, tag or commit of Hub repositories.
         track: Makes progress bars.
@@ -95,41 +104,73 @@ def evaluate(
         DataError: If a file cannot be read or holds nothing to score, the lengths do not fit, or a model has no
             tokenizer that loads.
         CheckpointError: If a model cannot be found or loaded.
+        PlanError: If a setting is out of range, or an expansion has no strength.
     """
+    if unfit := problems_of(settings):
+        raise PlanError(*unfit)
     old_files, new_files = listed(old), listed(new)
     documents = read_sides({"old": old_files, "new": new_files})
-    if not any(documents.values()):
+    probes = read_probes(settings.probes_file, run_python=settings.run_python)
+    if not any(documents.values()) and not probes:
         raise DataError(Problem("texts-missing"))
+    if settings.max_forgetting is not None and not (documents["old"] or probes):
+        raise DataError(Problem("limit-without-measure", "--max-forgetting"))
     processes, run = join_processes(run)
     # bases come first, as in a run with an expanded model alone
     subjects = sorted(open_subjects(listed(models), run, revision=revision), key=lambda subject: not subject.is_base)
-    length, step = choose_lengths(subjects, sequence_length, step)
+    _check_strengths(subjects, settings.strengths)
+    length, step = choose_lengths(subjects, settings.sequence_length, settings.step)
     scored = {side: sum(len(text.text.encode()) for text in some) for side, some in documents.items()}
-    meters = [_meter(subject, documents, scored, (length, step), run, processes) for subject in subjects]
+    asked = documents, probes, (length, step)
+    meters = [_meter(subject, *asked, scored, settings, run, processes) for subject in subjects]
     rows = _measure_all(subjects, meters, track)
+    scores = tuple(_compare(row, rows) for row in rows)
     return Evaluation(
-        scores=tuple(_compare(row, rows) for row in rows),
+        scores=scores,
         old=tuple(map(str, old_files)),
         new=tuple(map(str, new_files)),
         sequence_length=length,
         step=step,
         dtype=run.dtype,
         notes=tuple(_notes(subjects, rows)),
+        limit=None if settings.max_forgetting is None else limit_of(scores, settings.max_forgetting, bool(probes)),
     )
+
+
+def _check_strengths(subjects: Sequence[Subject], strengths: Sequence[float]) -> None:
+    """Refuse strengths that are out of range, and expansions that have none."""
+    if not strengths:
+        return
+    for strength in strengths:
+        check_strength(strength)
+    expanded = [subject for subject in subjects if subject.is_expanded]
+    problems = [] if expanded else [Problem("strength-without-expansion", "--strength")]
+    for subject in expanded:
+        for entry in specs_of_expansions(subject.checkpoint.config[CONFIG_KEY]):
+            new_tokens = entry.get("head", {}).get("new_tokens", 0)
+            problems += strength_problems(entry.get("variant"), new_tokens, subject.name)
+    if problems:
+        raise PlanError(*problems)
 
 
 def _meter(
     subject: Subject,
     documents: Mapping[str, Sequence[Document]],
-    scored: Mapping[str, int],
+    probes: Sequence[Probe],
     windows: tuple[int, int],
+    scored: Mapping[str, int],
+    settings: EvaluationSettings,
     run: RunOptions,
     processes: PartialState | None,
 ) -> Meter:
-    texts = sequences_of(subject, subject.tokenizer, documents, *windows)
+    def read(tokenizer: Any) -> tuple[Mapping[str, Sequences], EncodedProbes | None]:
+        encoded = encode_probes(probes, subject, tokenizer, settings.max_new_tokens) if probes else None
+        return sequences_of(subject, tokenizer, documents, *windows), encoded
+
+    texts, encoded = read(subject.tokenizer)
     is_same = subject.base_tokenizer is subject.tokenizer
-    base_texts = texts if is_same else sequences_of(subject, subject.base_tokenizer, documents, *windows)
-    return Meter(texts, base_texts, scored, run, processes)
+    base_texts, base_encoded = (texts, encoded) if is_same else read(subject.base_tokenizer)
+    return Meter(texts, base_texts, encoded, base_encoded, scored, settings, run, processes)
 
 
 def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[MeasuredRow]:
@@ -156,6 +197,9 @@ def _compare(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> Score:
     base = next((candidate for candidate in rows if candidate.score.name == name), None)
     # an expanded model may add tokens: it reads the same text in other tokens than its base
     is_same_text = score.kind != "other" or (base is not None and base.fingerprints == row.fingerprints)
+    if base is not None and base.score.probes is not None and score.probes is not None:
+        # answers are compared as text, whatever the tokens
+        score = replace(score, probes=score.probes.against(base.score.probes))
     if base is None or not is_same_text:
         return replace(score, base=None)
     return replace(

@@ -2,20 +2,23 @@
 
 An expanded model is measured three times: its base model by the stock class, the whole model, and the model with its
 expansion disabled. A routed model is also measured with its routing disabled, which leaves its adapt path. A composed
-model is also measured with each of its expansions alone.
+model is also measured with each of its expansions alone. Each expansion can also be measured at several strengths.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.evidence.eval_targets import Subject
+from scale_surgery.evidence.evaluate_settings import EvaluationSettings
+from scale_surgery.evidence.probe_file import EncodedProbes
+from scale_surgery.evidence.probe_scores import ProbeScore, ask_probes
 from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.parts import link_base
 from scale_surgery.progress import Progress
@@ -23,13 +26,14 @@ from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole
 from scale_surgery.running.loss import Measurement, measure
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.strength import at_strength
 
 if TYPE_CHECKING:
     from accelerate import PartialState
 
     from scale_surgery.text.sequences import Sequences
 
-MeterKind = Literal["base", "expanded", "adapt", "path", "disabled", "other"]
+MeterKind = Literal["base", "expanded", "adapt", "path", "strength", "disabled", "other"]
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,15 @@ class Score:
     Attributes:
         name: Name of the model.
         kind: "base", the base model of an expanded one; "expanded"; "adapt", a routed model with its routing disabled;
-            "path", a composed model with one expansion alone; "disabled", an expanded model with its expansion
-            disabled; or "other", a model without expansion.
+            "path", a composed model with one expansion alone; "strength", one expansion alone at a strength;
+            "disabled", an expanded model with its expansion disabled; or "other", a model without expansion.
         base: Name of the row of its base, or None.
         old: Its score on old text; None without text.
         new: Its score on new text; None without text.
         forgetting: Its nats per token on old text minus those of the base, or None.
         learning: The base's nats per token on new text minus its own, or None.
+        probes: Its answers to probes; None without probes, and if they are those of its base.
+        strength: Strength of its expansion, for kind "strength".
     """
 
     name: str
@@ -55,6 +61,8 @@ class Score:
     new: Measurement | None = None
     forgetting: float | None = None
     learning: float | None = None
+    probes: ProbeScore | None = None
+    strength: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,14 +83,20 @@ class Meter:
     Attributes:
         texts: Windows by side.
         base_texts: The windows in the tokens of the base's tokenizer if tokens were added to it; otherwise `texts`.
+        probes: Probes in the tokens of the model; None without any.
+        base_probes: The same in the tokens of the base's tokenizer.
         bytes: Bytes of the scored texts, by side.
+        settings: Strengths at which expansions are measured, and seconds for the code of a probe.
         run: Options of the models' runs.
         processes: The processes that share the windows; None for one.
     """
 
     texts: Mapping[str, Sequences]
     base_texts: Mapping[str, Sequences]
+    probes: EncodedProbes | None
+    base_probes: EncodedProbes | None
     bytes: Mapping[str, int]
+    settings: EvaluationSettings
     run: RunOptions
     processes: PartialState | None = None
 
@@ -96,7 +110,12 @@ class Meter:
     def tokens(self, subject: Subject, *, with_base: bool) -> int:
         """Return the number of tokens read to measure a model, including its base if `with_base`."""
         parts = len(subject.expansions) or (subject.is_expanded and subject.is_routed)
-        return sum(len(text.ids) for text in self.texts.values()) * (1 + subject.is_expanded + parts + with_base)
+        dialled = subject.is_expanded * len(self.settings.strengths) * (len(subject.expansions) or 1)
+        rows = 1 + parts + dialled + with_base
+        asked = 0 if self.probes is None else self.probes.tokens
+        # the row without its expansion answers no probes, unless it is the only base
+        read = sum(len(text.ids) for text in self.texts.values())
+        return (read + asked) * rows + subject.is_expanded * (read + (0 if subject.base else asked))
 
     def measure_base(self, subject: Subject, advance: Progress) -> MeasuredRow:
         """Measure the base model inside an expanded one, by the stock class."""
@@ -114,13 +133,14 @@ class Meter:
                 return [self._measure(model, score, advance)]
             disabled = f"{subject.name}, expansion disabled"
             rows = [self._measure(model, Score(subject.name, "expanded", subject.base or disabled), advance)]
-            for score, reads_new_tokens, chosen in _parts(subject, model, disabled):
+            for score, reads_new_tokens, chosen in self._parts(subject, model, disabled):
                 with chosen:
                     rows.append(self._measure(model, score, advance, is_base=not reads_new_tokens))
             return rows
 
     def _measure(self, model: Any, score: Score, advance: Progress, *, is_base: bool = False) -> MeasuredRow:
-        report, texts = partial(advance, note=score.name), self.base_texts if is_base else self.texts
+        report = partial(advance, note=score.name)
+        texts, probes = (self.base_texts, self.base_probes) if is_base else (self.texts, self.probes)
         measured = {
             side: replace(
                 measure(model, text, self.run.windows(), report, self.processes),
@@ -128,16 +148,33 @@ class Meter:
             )
             for side, text in texts.items()
         }
+        if probes is not None and (score.kind != "disabled" or score.base is None):
+            seconds = self.settings.python_seconds
+            asked = ask_probes(model, probes, self.run.windows(), seconds, report, self.processes)
+            score = replace(score, probes=asked)
         fingerprints = self.fingerprints[is_base]
         return MeasuredRow(replace(score, old=measured.get("old"), new=measured.get("new")), fingerprints)
 
+    def _parts(
+        self, subject: Subject, model: Any, disabled: str
+    ) -> Iterator[tuple[Score, bool, AbstractContextManager[Any]]]:
+        """Generate the parts of a model that run alone: score, use of new tokens, and a context to select it."""
+        base = subject.base or disabled
+        for name in subject.expansions:
+            score = Score(f"{subject.name}, {name} alone", "path", base)
+            yield score, subject.reads_new_tokens(name), model.use_expansion(name)
+        if subject.is_routed and not subject.expansions:
+            yield Score(f"{subject.name}, routing disabled", "adapt", base), True, model.routing_disabled()
+        for name in (subject.expansions or tuple(model.expansions)) if self.settings.strengths else ():
+            title = f"{subject.name}, {name} alone" if subject.expansions else subject.name
+            for strength in self.settings.strengths:
+                score = Score(f"{title}, strength {strength:g}", "strength", base, strength=strength)
+                yield score, False, _alone_at(model, name, strength)
+        yield Score(disabled, "disabled", subject.base), False, expansion_disabled(model)
 
-def _parts(subject: Subject, model: Any, disabled: str) -> Iterator[tuple[Score, bool, AbstractContextManager[Any]]]:
-    """Generate the parts of an expanded model that run alone: score, use of new tokens, and a context to select it."""
-    base = subject.base or disabled
-    for name in subject.expansions:
-        score = Score(f"{subject.name}, {name} alone", "path", base)
-        yield score, subject.reads_new_tokens(name), model.use_expansion(name)
-    if subject.is_routed and not subject.expansions:
-        yield Score(f"{subject.name}, routing disabled", "adapt", base), True, model.routing_disabled()
-    yield Score(disabled, "disabled", subject.base), False, expansion_disabled(model)
+
+@contextmanager
+def _alone_at(model: Any, name: str, strength: float) -> Iterator[None]:
+    """Run one expansion alone at a strength inside a `with` block."""
+    with at_strength(model, strength, name), model.use_expansion(name):
+        yield

@@ -28,7 +28,7 @@ from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import RecordError, read_record_file, reading
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError
-from scale_surgery.folder.record_schema import Certificate, Fused, Run, Size, check_headers
+from scale_surgery.folder.record_schema import Certificate, Fused, Run, Size, Strength, check_headers
 from scale_surgery.folder.routers import read_router
 from scale_surgery.modeling.expanded_routers import Router
 from scale_surgery.planning.base import Base, BaseFacts, check_facts, check_layers
@@ -82,6 +82,7 @@ class RecordEntry:
     tensors: Mapping[str, str]
     trained: Mapping[str, str] | None = None
     training: tuple[Run, ...] = ()
+    strength: Strength = 1.0
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,14 @@ class ExpansionRecord:
         tensors: sha256 of each of its tensors as it began.
         trained: sha256 of those that differ from that since the last training run; None where no run has ended.
         training: An entry for each training run: settings, data, steps, measurements.
+        strength: Factor of the learned tensors that write into the base stream and the logits.
     """
 
     plan: Plan
     tensors: Mapping[str, str]
     trained: Mapping[str, str] | None = None
     training: tuple[Mapping[str, Any], ...] = ()
+    strength: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,7 @@ class Manifest:
                 "tensors": record.tensors,
                 "trained": record.trained,
                 "training": record.training,
+                **strength_entry(record.strength),
             }
             for name, record in self.expansions.items()
         }
@@ -239,6 +243,11 @@ class Manifest:
         others = {each.name: getattr(self, each.name) for each in fields(Manifest)}
         plain = asdict(Manifest(**{**others, "expansions": {}, "routing": None}))
         return {**plain, "expansions": expansions, "routing": routing}
+
+
+def strength_entry(strength: float) -> dict[str, float]:
+    """Return the entry of a strength in a record; records of what was learned have none."""
+    return {} if strength == 1 else {"strength": strength}
 
 
 @dataclass(frozen=True)
@@ -317,7 +326,7 @@ def _planned(file: Path, manifest: Manifest, base: Checkpoint, name: str, entry:
     both = [tensor.name for tensor in plan.tensors if tensor.name in base.tensors]
     if both:
         raise CheckpointError(*(Problem("record-tensor-both", file, tensor=tensor) for tensor in both))
-    return ExpansionRecord(plan, entry.tensors, entry.trained, entry.training)
+    return ExpansionRecord(plan, entry.tensors, entry.trained, entry.training, entry.strength)
 
 
 def _fused_names(fused: Mapping[str, Any] | None) -> list[str]:

@@ -15,6 +15,7 @@ from scale_surgery.fields import Range
 from scale_surgery.planning.request import Request
 
 Size = Annotated[int, Range(least=0)]
+Strength = Annotated[float, Range(least=0, most=1)]
 
 
 @open_record
@@ -93,6 +94,7 @@ class StockRecord:
     base_revision: str | None = None
     training: tuple[Mapping[str, Any], ...] = ()
     drift: Mapping[str, Any] | None = None
+    strength: Strength = 1.0
 
 
 def check_headers(headers: Mapping[str, str], place: str) -> None:

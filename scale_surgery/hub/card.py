@@ -25,6 +25,7 @@ from scale_surgery.planning.selection import format_layers
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.verification import Verification
+    from scale_surgery.folder.record import ExpansionRecord
     from scale_surgery.hub.repository import Contents
     from scale_surgery.planning.plan import Plan
 
@@ -128,7 +129,7 @@ def card_facts(
         variants=list(dict.fromkeys(str(request.variant) for request in requests)),
         description=description if len(plans) < 2 else "",
         expansions=plans,
-        rows=_stock_rows(record) if plan is None else about.card_rows(plan) if len(plans) == 1 else (),
+        rows=_rows(about, record, held),
         router=None if manifest is None or manifest.routing is None else describe_router(manifest.routing),
         is_fused=record.get("fused") is not None,
         drift=_drift((record.get("fused") or record).get("drift")),
@@ -162,6 +163,18 @@ def _card_data(facts: CardFacts, licence: Mapping[str, Any]) -> Any:
     relation = "adapter" if facts.form == "extract" else "finetune"
     base: dict[str, Any] = {"base_model": facts.base_id, "base_model_relation": relation} if facts.base_id else {}
     return ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=tags, **licence, **base)
+
+
+def _rows(
+    about: MethodCard, record: Mapping[str, Any], held: Mapping[str, ExpansionRecord]
+) -> Sequence[tuple[str, str]]:
+    """Return the rows of the only expansion, or of a stock export."""
+    if len(held) > 1:
+        return ()
+    expansion = next(iter(held.values()), None)
+    rows = _stock_rows(record) if expansion is None else about.card_rows(expansion.plan)
+    strength = record.get("strength", 1) if expansion is None else expansion.strength
+    return rows if strength == 1 else [*rows, ("strength", f"{strength:g} of what was learned; 0 is the base")]
 
 
 def _stock_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -77,6 +77,7 @@ class Depth(Method):
         "merge": "deepened-is-stock",
         "compose": "deepened-not-composed",
         "load_expansion": "deepened-in-memory",
+        "strength": "deepened-not-dialled",
     }
     about_rows = "Each row is the copy after that base layer"
 

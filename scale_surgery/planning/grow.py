@@ -28,7 +28,11 @@ class Grow(Method):
     options = ("copies",)
     verb = "grown"
     starts_at_zero = False
-    refused: ClassVar[Mapping[str, str]] = {"quantised": "grown-on-quantised", "fuse": "grown-not-fused"}
+    refused: ClassVar[Mapping[str, str]] = {
+        "quantised": "grown-on-quantised",
+        "fuse": "grown-not-fused",
+        "strength": "grown-not-dialled",
+    }
     about_w12 = (
         "Norm of the change of W12, the copies' part of the down projection. Its initial values are the base's over "
         "the number of copies."

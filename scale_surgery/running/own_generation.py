@@ -54,7 +54,7 @@ def continue_greedily(
 
     No token ends the text, and no token has an id of `known` or more.
     """
-    suppressed = _end_tokens(model)
+    suppressed = end_tokens(model)
     if known is not None:
         suppressed += range(known, model.config.get_text_config(decoder=True).vocab_size)
     settings: dict[str, Any] = {"suppress_tokens": suppressed} if suppressed else {}
@@ -64,7 +64,7 @@ def continue_greedily(
     return made
 
 
-def _end_tokens(model: Any) -> list[int]:
+def end_tokens(model: Any) -> list[int]:
     """Return the tokens with which the model ends a text."""
     ends = model.generation_config.eos_token_id
     return [end for end in (ends if isinstance(ends, list | tuple) else [ends]) if isinstance(end, int)]

@@ -29,6 +29,7 @@ MARKERS: dict[str, dict[str, Any]] = {
     "base": {"marker": "*", "s": 190, "color": INK, "zorder": 4},
     "expanded": {"marker": "o", "s": 70, "color": BLUE, "zorder": 3},
     "adapt": {"marker": "^", "s": 70, "color": "#CC79A7", "zorder": 3},
+    "strength": {"marker": "o", "s": 30, "color": BLUE, "zorder": 3},
     "path": {"marker": "D", "s": 50, "color": "#E69F00", "zorder": 3},
     "disabled": {"marker": "o", "s": 330, "facecolor": "none", "edgecolor": "#009E73", "linewidth": 1.6, "zorder": 2},
     "other": {"marker": "s", "s": 60, "color": VERMILION, "zorder": 3},
@@ -47,6 +48,7 @@ NUMBERS: dict[str, Any] = {
     "zorder": 5,
 }
 GUIDE: dict[str, Any] = {"color": GREY, "linewidth": 0.9, "linestyle": (0, (2, 3)), "zorder": 1}
+CURVE: dict[str, Any] = {"color": BLUE, "linewidth": 1.0, "zorder": 2}
 ARROW = {"arrowstyle": "->", "color": "#B0B0B0", "linewidth": 1.0, "shrinkA": 9, "shrinkB": 6}
 
 
@@ -86,6 +88,8 @@ def plane_figure(evaluation: Evaluation) -> Figure:
     axes.set_ylabel("\N{LEFTWARDS ARROW} learns      loss on new text, nats per token")
     tidy(axes)
     _draw_points(axes, points)
+    for curve in _curves(points):
+        axes.plot([point.old for point in curve], [point.new for point in curve], **CURVE)
     for start, end in _moves(groups):
         axes.annotate("", end.place, start.place, arrowprops=ARROW, zorder=1)
     _write_numbers(axes, groups)
@@ -156,9 +160,20 @@ def _moves(groups: Sequence[Sequence[Point]]) -> Iterator[tuple[Point, Point]]:
     where = {point.score.name: (point, group) for group in groups for point in group}
     for group in groups:
         for point in group:
+            if point.score.kind == "strength":
+                continue  # a curve joins them
             start, base_group = where.get(point.score.base or "", (point, group))
             if base_group is not group:
                 yield start, point
+
+
+def _curves(points: Sequence[Point]) -> list[list[Point]]:
+    """List the points of each expansion at its strengths, in their order."""
+    curves: dict[str, list[Point]] = {}
+    for point in points:
+        if point.score.strength is not None:
+            curves.setdefault(point.score.name.rpartition(", strength ")[0], []).append(point)
+    return [sorted(curve, key=lambda point: point.score.strength or 0) for curve in curves.values()]
 
 
 def _write_numbers(axes: Axes, groups: Sequence[Sequence[Point]]) -> None:

@@ -23,7 +23,9 @@ from scale_surgery.visible import visible
 
 if TYPE_CHECKING:
     from scale_surgery.evidence.evaluate import Evaluation
+    from scale_surgery.evidence.forgetting_limit import ForgettingLimit
     from scale_surgery.evidence.inspect import ExpansionSummary, FolderSummary, Inspection
+    from scale_surgery.evidence.probe_scores import GroupCount
     from scale_surgery.running.learned_tokens import ChosenTokens, SavingToken
     from scale_surgery.running.loss import Measurement
     from scale_surgery.surgery.expand import Expansion
@@ -284,7 +286,7 @@ def _loss_rows(done: Training) -> list[tuple[str, str]]:
 
 
 def render_evaluation(result: Evaluation) -> RenderableType:
-    """Render the scores of models, a table for old text and one for new text."""
+    """Render the scores of models: a table for old text, one for new text, and one for each group of probes."""
     sides = (
         ("old text", "forgetting", [(score.name, score.old, score.forgetting) for score in result.scores]),
         ("new text", "learning", [(score.name, score.new, score.learning) for score in result.scores]),
@@ -294,8 +296,43 @@ def render_evaluation(result: Evaluation) -> RenderableType:
         rows = [(name, measured, value) for name, measured, value in scores if measured is not None]
         if rows:
             parts += [_render_side(title, change, rows), Text()]
+    for table in _probe_tables(result):
+        parts += [table, Text()]
     notes = [sentence(f"note: {note}", "yellow") for note in result.notes]
+    notes += [] if result.limit is None else [_limit_line(result.limit)]
     return Group(*(parts if notes else parts[:-1]), *notes)
+
+
+def _probe_tables(result: Evaluation) -> Iterator[RenderableType]:
+    """Render right answers to probes, a table for each group, and one for all of several groups."""
+    asked = [(score.name, score.probes) for score in result.scores if score.probes is not None]
+    if not asked:
+        return
+    groups = range(len(asked[0][1].groups))
+    for number in groups:
+        yield _render_group([(name, probes.groups[number]) for name, probes in asked])
+    if len(groups) > 1:
+        yield _render_group([(name, probes.total) for name, probes in asked])
+
+
+def _render_group(rows: Sequence[tuple[str, GroupCount]]) -> RenderableType:
+    table = NamedRows(["right", "share", "kept", "of the base's"])
+    first = rows[0][1]
+    for name, count in rows:
+        kept = "" if count.kept_share is None else f"{count.kept_share:.1%}"
+        known = "" if count.known is None else f"{count.kept} of {count.known}"
+        table.add_row(name, f"{count.right}", f"{count.share:.1%}", kept, known)
+    title = f"probes: {first.group}" if first.group else "all probes"
+    return Group(heading(title, f"{counted(first.asked, 'probe')}"), table)
+
+
+def _limit_line(limit: ForgettingLimit) -> Text:
+    most = f"at most {limit.most:g} ({limit.unit})"
+    if limit.holds:
+        return sentence(f"forgetting: {most}, holds", "green")
+    reasons = [f"{name} forgets more" for name in limit.exceeded]
+    reasons += [f"{name} cannot be compared with a base" for name in limit.unmeasured]
+    return sentence(f"forgetting: {most}, does not hold: {', '.join(reasons)}", "red")
 
 
 def _render_side(title: str, change: str, rows: list[tuple[str, Measurement, float | None]]) -> RenderableType:

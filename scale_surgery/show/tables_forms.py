@@ -34,6 +34,7 @@ REASONS = {
     "head": "parameters of the head, a separate matrix in the fused form",
     "copy": "parameters of the head, stored in the base beside the embedding",
     "router": "parameters of the router's matrix",
+    "strength": "parameters of the expansion, which strength 0 leaves out",
 }
 
 

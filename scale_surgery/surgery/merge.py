@@ -5,10 +5,14 @@ blocks  fused model -> the expanded model, every file byte for byte
 stock   expanded model without an up stream -> a plain checkpoint of the base's own architecture
 
 A merged model's logits are compared with those of the model it was made from before the folder gets its name.
+
+With a strength between 0 and 1, the expansion is scaled first, in a temporary folder (see `strength`), and that model
+is merged. At 0 nothing of the expansion is left, and the base's own files are written.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -27,24 +31,43 @@ from scale_surgery.checkpoint.names import (
     STOCK_FILE,
 )
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
-from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.check import bytes_of_model, check_integrity, refuse_damaged
 from scale_surgery.folder.config import code_texts, hash_texts
 from scale_surgery.folder.folder import Folder, open_folder, refuse_linked
 from scale_surgery.folder.joining import count_differences, damaged_pieces
 from scale_surgery.folder.layout import lay_out, total_bytes
-from scale_surgery.folder.record import Manifest, tool_versions
+from scale_surgery.folder.record import Manifest, strength_entry, tool_versions
+from scale_surgery.folder.record_schema import Strength
 from scale_surgery.folder.write import write_record, write_router
 from scale_surgery.planning.architecture import Sizes
 from scale_surgery.planning.methods import refuse
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.drift import Drift, measure_drift
 from scale_surgery.running.options import Probes, RunOptions
+from scale_surgery.running.strength import check_strength
 from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.fused import check_fusible, fused_shards, write_blocks, write_fused
 from scale_surgery.surgery.merge_stock import check_stock, write_stock
+from scale_surgery.surgery.strength import check_scalable, write_scaled
+from scale_surgery.surgery.strip import strip
 
 MergedForm = Literal["fused", "stock", "blocks"]
+
+
+@dataclass(frozen=True)
+class MergedPart:
+    """The part of an expanded model that `merge` joins with the base.
+
+    Attributes:
+        name: Expansion to merge, if there are several. The others are left out.
+        strength: Factor of what the expansion writes into the hidden state and the logits of the base: a dial between
+            the base and what was learned. At 0 the output is the base's checkpoint, file by file, whichever form was
+            asked for.
+    """
+
+    name: str | None = None
+    strength: Strength = 1.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +81,7 @@ class Merged:
         parameters_before: Stored parameters of the model that it was made from.
         parameters: Its stored parameters.
         differences: How many more it has than that model, by reason: "zeros" in place of blocks, a "head" that is a
-            matrix of its own, a "copy" of the embedding as the head, the "router".
+            matrix of its own, a "copy" of the embedding as the head, the "router"; at "strength" 0 the expansion.
         bytes_written: Bytes of its shards.
         drift: How far its logits are from those of the model it was made from; None for "blocks", whose files are
             compared by hash.
@@ -87,7 +110,7 @@ def merge(
     output: str | Path,
     to: MergedForm = "fused",
     *,
-    name: str | None = None,
+    part: MergedPart = MergedPart(),
     probes: Probes = Probes(),
     run: RunOptions = RunOptions(),
     overwrite: bool = False,
@@ -99,7 +122,7 @@ def merge(
         expanded: Folder of an expanded checkpoint; for "blocks" of a fused one.
         output: Folder to be.
         to: "fused", "stock" or "blocks".
-        name: Which expansion, where there are several; the others stay out.
+        part: Expansion to merge, and its strength.
         probes: Prompts to measure the drift on, and tokens to generate for each.
         run: How the models run: device, trust_remote_code, memory_bytes.
         overwrite: Whether an existing output folder may be replaced.
@@ -109,21 +132,26 @@ def merge(
         What was done.
 
     Raises:
-        PlanError: If this model cannot have that form; every reason is given.
+        PlanError: If this model cannot have that form or that strength; every reason is given.
         CheckpointError: If this is no expanded checkpoint, its logits drift further than rounding explains, or the
             output cannot be written. Then nothing is left under its name.
     """
     from scale_surgery.running.prompts import read_prompts
 
     source, target = Path(expanded), Path(output)
-    folder = open_folder(source).one(name)
+    check_strength(part.strength)
+    folder = open_folder(source).one(part.name)
     refuse_linked(folder)
     _check_form(source, folder, to)
+    if part.strength != 1:
+        _check_strength(folder, to, part.strength)
     read_prompts(probes.prompts_file)  # what cannot be read is known before anything is written
     inputs = [source, *([Path(probes.prompts_file)] if probes.prompts_file else [])]
     check_target(target, inputs, overwrite=overwrite)
-    if folder.whole is not None:
-        with _isolated(folder, target, track) as alone:
+    if part.strength == 0:
+        return _write_base(folder, target, track, overwrite=overwrite)
+    if folder.whole is not None or part.strength != 1:
+        with _prepared(folder, target, part.strength, run, track) as alone:
             return merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
     check_space(target, _needed_bytes(folder, to))
     refuse_damaged(folder, track, is_trusted=run.trust_remote_code)
@@ -143,14 +171,45 @@ def merge(
 
 
 @contextmanager
-def _isolated(folder: Folder, target: Path, track: Track) -> Iterator[Path]:
-    """Yield a temporary folder of one expansion alone on the base, without a router."""
-    others = [name for name in folder.of_all.manifest.expansions if name not in folder.manifest.expansions]
+def _prepared(folder: Folder, target: Path, strength: float, run: RunOptions, track: Track) -> Iterator[Path]:
+    """Yield a temporary folder of one expansion alone on the base, at its strength."""
+    name = folder.path.resolve().name
     with locked_scratch(target) as scratch:
-        alone = scratch / folder.path.resolve().name
-        compose(folder.path, (), alone, remove=others, track=track)
-        write_router(alone, open_folder(alone), None)
-        yield alone
+        if folder.whole is not None:
+            folder = _isolated(folder, scratch / name, track)
+        if strength == 1:
+            yield folder.path
+            return
+        with tempfile.TemporaryDirectory(dir=scratch) as beside:
+            write_scaled(folder, Path(beside) / name, strength, track, is_trusted=run.trust_remote_code)
+            yield Path(beside) / name
+
+
+def _isolated(folder: Folder, alone: Path, track: Track) -> Folder:
+    """Write a folder of one expansion alone, without a router."""
+    others = [name for name in folder.of_all.manifest.expansions if name not in folder.manifest.expansions]
+    compose(folder.path, (), alone, remove=others, track=track)
+    write_router(alone, open_folder(alone), None)
+    return open_folder(alone)
+
+
+def _write_base(folder: Folder, target: Path, track: Track, *, overwrite: bool) -> Merged:
+    """Write the base's checkpoint: joined matrices would round its sums in another order."""
+    left_out = strip(folder.path, target, overwrite=overwrite, track=track).left_out
+    before = sum(info.elements for info in folder.tensors.values())
+    written = open_checkpoint(target).tensors.values()
+    after = sum(info.elements for info in written)
+    return Merged(
+        path=target,
+        form="stock",
+        base_name=folder.manifest.base_name,
+        parameters_before=before,
+        parameters=after,
+        differences={"strength": after - before},
+        bytes_written=sum(info.bytes for info in written),
+        drift=None,
+        left_out=left_out,
+    )
 
 
 def _check_form(source: Path, folder: Folder, to: MergedForm) -> None:
@@ -166,6 +225,12 @@ def _check_form(source: Path, folder: Folder, to: MergedForm) -> None:
         check_fusible(folder)
     elif to == "stock":
         check_stock(folder)
+
+
+def _check_strength(folder: Folder, to: MergedForm, strength: float) -> None:
+    if to == "blocks":
+        raise PlanError(Problem("strength-of-blocks", "--to blocks", strength=strength))
+    check_scalable(folder)
 
 
 def _needed_bytes(folder: Folder, to: MergedForm) -> int:
@@ -237,6 +302,7 @@ def _stock_record(partial: Path, manifest: Manifest, drift: Drift, track: Track)
         "base_fingerprint": manifest.first_plan.base_fingerprint,
         "request": asdict(manifest.plan.request),
         "training": list(manifest.training),
+        **strength_entry(manifest.expansions[manifest.name].strength),
         "base_files": {
             name: {"sha256": file.sha256, "bytes": file.bytes}
             for name, file in manifest.base_files.items()

@@ -16,6 +16,7 @@ from scale_surgery import (
     CheckpointError,
     DataError,
     Evaluation,
+    EvaluationSettings,
     Request,
     RunOptions,
     evaluate,
@@ -330,8 +331,8 @@ def test_windows_fit_the_shortest_context(place: Path, tmp_path: Path) -> None:
     short = with_tokenizer(save_tiny(tmp_path / "short", "llama", max_position_embeddings=16))
     evaluation = evaluate([place / "base", short], [place / "old.txt"])
     assert (evaluation.sequence_length, evaluation.step) == (16, 8)
-    assert evaluate(short, [place / "old.txt"], sequence_length=9).step == 4
-    asked = evaluate(place / "base", [place / "old.txt"], sequence_length=10, step=3)
+    assert evaluate(short, [place / "old.txt"], settings=EvaluationSettings(sequence_length=9)).step == 4
+    asked = evaluate(place / "base", [place / "old.txt"], settings=EvaluationSettings(sequence_length=10, step=3))
     assert (asked.sequence_length, asked.step) == (10, 3)
     expected = measure.measure(load(place / "base"), stride(tokenize(TEXTS[:1], letters()), 10, 3), 8)
     assert replace(asked.scores[0].old, bytes=0) == expected
@@ -392,11 +393,13 @@ def test_texts_and_lengths_that_are_refused(place: Path, tmp_path: Path) -> None
     )
     short = Problem("side-unpredicted", "--old", model="bare")
     assert problems(evaluate, bare, [tmp_path / "one.txt"], error=DataError) == [short]
-    assert refusal(evaluate, [wide, place / "base"], old, sequence_length=65, error=DataError).splitlines() == [
+    assert refusal(
+        evaluate, [wide, place / "base"], old, settings=EvaluationSettings(65), error=DataError
+    ).splitlines() == [
         f"--sequence-length is 65, expected at most 64, the context of {name}." for name in ("base", "wide")
     ]
     step = Problem("step-out-of-range", "step", step=8, most=7)
-    assert problems(evaluate, wide, old, sequence_length=8, step=8, error=DataError) == [step]
+    assert problems(evaluate, wide, old, settings=EvaluationSettings(8, 8), error=DataError) == [step]
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -480,7 +483,7 @@ def test_command_says_what_a_model_was_asked_to_stay(place: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["BASE"], "--old and --new are missing, give one of them or both."),
+        (["BASE"], "--old, --new and --probes are missing, give at least one of them."),
         (["BASE", "--old", "old.txt", "-o", "p.png"], "A picture needs --old and --new"),
     ],
 )

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from scale_surgery import (
     CheckpointError,
     CosineRouter,
+    MergedPart,
     PosteriorRouter,
     Probes,
     Request,
@@ -88,7 +89,7 @@ def test_each_is_merged_and_trained_beside_the_other(
 ) -> None:
     # named as one who stands in the folder does
     monkeypatch.chdir(place / "both")
-    merge(".", tmp_path / "deep" / "fused", name=name, probes=QUICK)
+    merge(".", tmp_path / "deep" / "fused", part=MergedPart(name), probes=QUICK)
     merge(place / name, tmp_path / "alone", probes=QUICK)
     weights = [
         {file: digest for file, digest in digests(folder).items() if file.endswith(".safetensors")}

@@ -1,0 +1,96 @@
+"""Rules that judge the answer to a probe.
+
+exact   the answer, without blanks around it, begins with the right one, which does not end inside a word or number
+number  the first number in the answer equals the right one: "1,024" equals 1024.0
+python  prompt, answer and test run without an error in a process of its own
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from decimal import Decimal
+from pathlib import Path
+
+SIGN, WHOLE = r"(?:(?<![\w.])[-+−])?", r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+NUMBER = re.compile(rf"{SIGN}{WHOLE}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+# bytes of the address space, and of a written file
+LIMITS = {"RLIMIT_AS": 4 * 1024**3, "RLIMIT_FSIZE": 64 * 1024**2}
+# limits for the code and its children, on systems that have them; prompts may begin with `from __future__`, so the code
+# is a file of its own
+RUNNER = """
+try:
+    import resource
+    for name, most in {limits}.items():
+        resource.setrlimit(getattr(resource, name), (most, most))
+except (ImportError, OSError, ValueError):
+    pass
+with open("probe.py", encoding="utf-8") as file:
+    code = compile(file.read(), "probe.py", "exec")
+exec(code, {{"__name__": "__main__"}})
+open("{passed}", "x").close()
+"""
+
+
+def is_exact(answer: str, right: str) -> bool:
+    """Return True if an answer begins with the right one."""
+    answer, right = answer.strip(), right.strip()
+    following = answer[len(right) : len(right) + 1]
+    return answer.startswith(right) and not (right[-1:].isalnum() and following.isalnum())
+
+
+def is_number(answer: str, right: str) -> bool:
+    """Return True if the first number in an answer is the right one."""
+    number = first_number(answer)
+    return number is not None and number == first_number(right)
+
+
+def first_number(text: str) -> Decimal | None:
+    """Return the first number in a text, or None."""
+    found = NUMBER.search(text)
+    return None if found is None else Decimal(found[0].replace(",", "").replace("−", "-"))
+
+
+def passes(prompt: str, answer: str, test: str, seconds: float) -> bool:
+    """Run prompt, answer and test as one program, and return True if it ends without an error in time.
+
+    The process has an empty environment and a temporary folder, both by itself, and limits of time and memory. That
+    keeps accidents away. It is no sandbox: the code can read files, and use the network.
+    """
+    passed = secrets.token_hex(16)
+    runner = RUNNER.format(limits=LIMITS | {"RLIMIT_CPU": int(seconds) + 1}, passed=passed)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        Path(folder, "probe.py").write_text(f"{prompt}{first_block(answer)}\n{test}\n", encoding="utf-8")
+        _run([sys.executable, "-I", "-c", runner], folder, seconds)
+        # code that exits before its test has an exit code of 0, too
+        return Path(folder, passed).is_file()
+
+
+def first_block(answer: str) -> str:
+    """Return the first line of an answer, and the lines after it up to one that is not indented."""
+    first, *rest = answer.split("\n")
+    end = next((place for place, line in enumerate(rest) if line.strip() and not line[0].isspace()), len(rest))
+    return "\n".join([first, *rest[:end]])
+
+
+def _run(line: list[str], folder: str, seconds: float) -> None:
+    # Windows starts no process without it
+    environment = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen(
+        line, cwd=folder, env=environment, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+    )
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    finally:
+        # the code may have started others
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+        process.wait()

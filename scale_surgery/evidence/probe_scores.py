@@ -1,0 +1,205 @@
+"""Answers of models to probes, generated greedily and judged, and their counts by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from scale_surgery.checkpoint.records import open_record
+from scale_surgery.evidence.probe_file import EncodedProbes, Probe
+from scale_surgery.evidence.probe_rules import is_exact, is_number, passes
+from scale_surgery.progress import Progress
+from scale_surgery.running.loading import RUNNING, translated
+from scale_surgery.running.loss import evaluating
+from scale_surgery.running.own_generation import end_tokens, generate_with
+from scale_surgery.running.processes import shared_out
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
+
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """The answer of a model to a probe.
+
+    Attributes:
+        group: Group of the probe.
+        text: The generated text.
+        is_right: True if the rule of the probe accepts it.
+    """
+
+    group: str
+    text: str
+    is_right: bool
+
+
+@open_record  # its JSON also has shares
+@dataclass(frozen=True)
+class GroupCount:
+    """Right answers of a model to the probes of a group.
+
+    Attributes:
+        group: Name of the group; empty for all probes.
+        asked: Number of probes.
+        right: Number of right answers.
+        known: Number of probes that the base answers right; None without a base.
+        kept: Number of these that the model answers right, too; None without a base.
+    """
+
+    group: str
+    asked: int
+    right: int
+    known: int | None = None
+    kept: int | None = None
+
+    @property
+    def share(self) -> float:
+        """Share of right answers, from 0 to 1."""
+        return self.right / self.asked
+
+    @property
+    def kept_share(self) -> float | None:
+        """Share of the base's right answers that the model has, too; None without any."""
+        return self.kept / self.known if self.known and self.kept is not None else None
+
+
+@dataclass(frozen=True)
+class ProbeScore:
+    """The answers of a model to probes.
+
+    Attributes:
+        total: Counts of all probes.
+        groups: Counts by group, in the order of the file.
+        answers: The answers, in the order of the file.
+    """
+
+    total: GroupCount
+    groups: tuple[GroupCount, ...]
+    answers: tuple[ProbeAnswer, ...]
+
+    @property
+    def lost_share(self) -> float | None:
+        """Share of the base's right answers that the model has lost, from 0 to 1; None without any."""
+        kept = self.total.kept_share
+        return None if kept is None else 1 - kept
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the score as plain JSON values, with the shares."""
+        total, *groups = (
+            {**asdict(count), "share": count.share, "kept_share": count.kept_share}
+            for count in (self.total, *self.groups)
+        )
+        lost = {"lost_share": self.lost_share}
+        return {"total": total | lost, "groups": groups, "answers": [asdict(answer) for answer in self.answers]}
+
+    def against(self, base: ProbeScore) -> ProbeScore:
+        """Return the score with counts of what the base knows, and of what is kept of it."""
+        return score_answers(self.answers, base.answers)
+
+
+def score_answers(answers: Sequence[ProbeAnswer], base: Sequence[ProbeAnswer] | None = None) -> ProbeScore:
+    """Count right answers by group; `base` has the answers of the base to the same probes."""
+    groups = {"": list(range(len(answers)))}
+    for place, answer in enumerate(answers):
+        groups.setdefault(answer.group, []).append(place)
+    total, *counts = (_count(group, places, answers, base) for group, places in groups.items())
+    return ProbeScore(total, tuple(counts), tuple(answers))
+
+
+def _count(
+    group: str, places: Sequence[int], answers: Sequence[ProbeAnswer], base: Sequence[ProbeAnswer] | None
+) -> GroupCount:
+    right = {place for place in places if answers[place].is_right}
+    if base is None:
+        return GroupCount(group, len(places), len(right))
+    known = {place for place in places if base[place].is_right}
+    return GroupCount(group, len(places), len(right), len(known), len(known & right))
+
+
+def ask_probes(
+    model: Any,
+    encoded: EncodedProbes,
+    batch_size: int,
+    seconds: float,
+    advance: Progress,
+    processes: PartialState | None = None,
+) -> ProbeScore:
+    """Generate the answers of a model greedily, and judge them. Several processes share the batches.
+
+    A batch has prompts of one length, so that no answer depends on padding.
+
+    Args:
+        model: A loaded model, with its present choice of paths.
+        encoded: Probes in its tokens.
+        batch_size: Prompts in one batch.
+        seconds: Most seconds for the code of one probe.
+        advance: Reports the tokens that were read or are generated at most.
+        processes: The processes that share the batches; None for one.
+    """
+    batches = list(_batches(encoded, batch_size))
+
+    def ask(batch: Sequence[int]) -> list[ProbeAnswer]:
+        texts = _generate(model, encoded, batch)
+        tokens = sum(len(encoded.ids[place]) + encoded.lengths[place] for place in batch)
+        advance(tokens * (1 if processes is None else processes.num_processes))
+        return [_judge(encoded.probes[place], text, seconds) for place, text in zip(batch, texts, strict=True)]
+
+    with evaluating(model), translated(*RUNNING):
+        asked = shared_out(batches, ask, processes)
+    places = [place for batch in batches for place in batch]
+    answers = dict(zip(places, (answer for some in asked for answer in some), strict=True))
+    return score_answers([answers[place] for place in sorted(answers)])
+
+
+def _batches(encoded: EncodedProbes, batch_size: int) -> Iterator[list[int]]:
+    """Yield the places of probes with equal numbers of tokens, the longest first."""
+
+    def size(place: int) -> tuple[int, int]:
+        return len(encoded.ids[place]), encoded.lengths[place]
+
+    for _, alike in groupby(sorted(range(len(encoded.ids)), key=size, reverse=True), key=size):
+        places = list(alike)
+        yield from (places[start : start + batch_size] for start in range(0, len(places), batch_size))
+
+
+def _generate(model: Any, encoded: EncodedProbes, batch: Sequence[int]) -> list[str]:
+    import torch
+
+    tokenizer, length = encoded.tokenizer, encoded.lengths[batch[0]]
+    ids = torch.tensor([encoded.ids[place] for place in batch], device=model.device)
+    ends = {*end_tokens(model), tokenizer.eos_token_id} - {None}
+    made = generate_with(
+        model,
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        max_new_tokens=length,
+        do_sample=False,
+        # rows that have ended are filled up with it
+        pad_token_id=min(ends, default=0),
+        eos_token_id=sorted(ends) or None,
+    )
+    rows = made[:, ids.shape[1] :].tolist()
+    return [_decode(encoded, place, row, ends) for place, row in zip(batch, rows, strict=True)]
+
+
+def _decode(encoded: EncodedProbes, place: int, new: Sequence[int], ends: set[int]) -> str:
+    """Decode an answer after its prompt, since some tokenizers drop the blanks at the start of a text."""
+    end = next((number for number, token in enumerate(new) if token in ends), len(new))
+    before, whole = (
+        encoded.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for ids in (encoded.ids[place], [*encoded.ids[place], *new[:end]])
+    )
+    return str(whole.removeprefix(before))
+
+
+def _judge(probe: Probe, text: str, seconds: float) -> ProbeAnswer:
+    right = str(probe.answer)
+    match probe.kind:
+        case "exact":
+            is_right = is_exact(text, right)
+        case "number":
+            is_right = is_number(text, right)
+        case "python":
+            is_right = passes(probe.prompt, text, probe.test, seconds)
+    return ProbeAnswer(probe.group or probe.kind, text, is_right)
