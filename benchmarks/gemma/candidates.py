@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from benchmarks.gemma.asking import Probe
+from scale_surgery.evidence.probe_file import Probe
 
 COUNTRIES = (
     "Argentina", "Australia", "Austria", "Belgium", "Brazil", "Canada", "Chile", "China", "Colombia", "Croatia",
@@ -170,7 +170,7 @@ def facts() -> Iterator[Probe]:
     for question, (shown, asked) in FACTS.items():
         examples = "".join(_example(question, *pair.split(" ", 1)) for pair in _pairs(shown))
         for thing in asked:
-            yield Probe("facts", examples + question.format(thing), "", "exact")
+            yield Probe(examples + question.format(thing), "exact", group="facts")
 
 
 def _pairs(shown: str) -> list[str]:
@@ -186,14 +186,13 @@ def sums(choice: random.Random, count: int = 300) -> Iterator[Probe]:
     """Yield sums of two numbers of two digits, and comparisons of such numbers."""
     for _ in range(count):
         first, second = choice.randint(10, 89), choice.randint(10, 89)
-        yield Probe(
-            "sums", f"12 + 31 = 43\n25 + 48 = 73\n60 + 17 = 77\n{first} + {second} =", str(first + second), "number"
-        )
+        asked = f"12 + 31 = 43\n25 + 48 = 73\n60 + 17 = 77\n{first} + {second} ="
+        yield Probe(asked, "number", str(first + second), "sums")
     for _ in range(count // 2):
         first, second = choice.sample(range(10, 100), 2)
         form = "Q: Which is larger, 31 or 12?\nA: 31\n\nQ: Which is larger, 25 or 48?\nA: 48\n\n"
         asked = f"{form}Q: Which is larger, {first} or {second}?\nA:"
-        yield Probe("sums", asked, str(max(first, second)), "number")
+        yield Probe(asked, "number", str(max(first, second)), "sums")
 
 
 def translations() -> Iterator[Probe]:
@@ -204,7 +203,7 @@ def translations() -> Iterator[Probe]:
     ):
         examples = "".join(f"English: {word}\n{language}: {other}\n\n" for word, other in map(_split, form.split("|")))
         for word, other in map(_split, words.split("|")):
-            yield Probe("translations", f"{examples}English: {word}\n{language}:", other, "exact")
+            yield Probe(f"{examples}English: {word}\n{language}:", "exact", other, "translations")
 
 
 def _split(pair: str) -> tuple[str, str]:
@@ -220,10 +219,5 @@ def _split(pair: str) -> tuple[str, str]:
 def functions() -> Iterator[Probe]:
     """Yield functions of one line to complete, and what has to hold then."""
     for comment, signature, test in FUNCTIONS:
-        yield Probe(
-            "functions",
-            f"{FUNCTION_FORM}# Return {comment}\ndef {signature}:\n    return",
-            "",
-            "python",
-            f"assert {test}",
-        )
+        asked = f"{FUNCTION_FORM}# Return {comment}\ndef {signature}:\n    return"
+        yield Probe(asked, "python", group="functions", test=f"assert {test}")

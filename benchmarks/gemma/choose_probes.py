@@ -19,14 +19,18 @@ import click
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.gemma.asking import Probe, answers, is_right, write_probes
+from benchmarks.gemma.asking import answers, write_probes
 from benchmarks.gemma.candidates import facts, functions, sums, translations
+from scale_surgery.evidence.probe_file import Probe
+from scale_surgery.evidence.probe_scores import judge
 
 PROBES = Path(__file__).with_name("probes.jsonl")
 # of each group at most so many
 MOST = 300
 # four samples are alike with even chances
 SURE = 0.5**0.25
+# most seconds for the code of one probe
+SECONDS = 5.0
 
 
 def choose(model: Any, tokenizer: Any, choice: random.Random) -> list[Probe]:
@@ -35,7 +39,9 @@ def choose(model: Any, tokenizer: Any, choice: random.Random) -> list[Probe]:
     for group in (sums(choice), translations(), functions()):
         probes = list(group)
         given = answers(model, tokenizer, [probe.prompt for probe in probes])
-        chosen.append([probe for probe, answer in zip(probes, given, strict=True) if is_right(probe, answer.text)])
+        chosen.append(
+            [probe for probe, answer in zip(probes, given, strict=True) if judge(probe, answer.text, SECONDS).is_right]
+        )
     return [probe for group in chosen for probe in _some(group, choice)]
 
 

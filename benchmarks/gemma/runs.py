@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +15,17 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.device import watched
-from benchmarks.gemma.asking import Probe, answers, is_right, read_probes
-from benchmarks.gemma.choose_probes import PROBES
+from benchmarks.gemma.asking import LONGEST, answers
+from benchmarks.gemma.asking import TOGETHER as ASKED_TOGETHER
+from benchmarks.gemma.choose_probes import PROBES, SECONDS
 from benchmarks.gemma.methods import Method, load
 from benchmarks.gemma.texts import LENGTH, SECOND, held_out_rows, learned_rows, paraphrased
 from benchmarks.harness import stepping
 from benchmarks.language.packages import ENGLISH
 from scale_surgery.biographies import people
-from scale_surgery.progress import no_track
+from scale_surgery.evidence.probe_file import EncodedProbes, Probe, read_probes
+from scale_surgery.evidence.probe_scores import ProbeAnswer, ask_probes, judge, score_answers
+from scale_surgery.progress import no_progress, no_track
 from scale_surgery.running.gates import gated_blocks
 from scale_surgery.text.tokenizing import pack
 from scale_surgery.training.allocator import keep_freed_memory
@@ -105,7 +107,7 @@ class Place:
         self.base, self.work, self.settings = base, work, settings
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.group = people(settings.people)
-        self.probes = read_probes(PROBES)
+        self.probes = read_probes(PROBES, run_python=True)
         self.asked = paraphrased(self.group)
         self.held_out = {
             language: held_out_rows(work, self.tokenizer, language, HELD_OUT) for language in (ENGLISH, SECOND)
@@ -132,15 +134,24 @@ class Place:
     def score(self, model: Any, *, samples: bool = False) -> Scores:
         """Score a model; with samples, its answers are drawn at temperature 1."""
         model.eval()
-        people, kept = (self._right(model, probes, samples) for probes in (self.asked, self.probes))
+        ask = self._sampled if samples else self._asked
+        people, kept = (ask(model, probes) for probes in (self.asked, self.probes))
         nats = {language: nats_per_token(model, rows) for language, rows in self.held_out.items()}
         return Scores(people["people"], nats[SECOND], nats[ENGLISH], kept)
 
-    def _right(self, model: Any, probes: Sequence[Probe], samples: bool) -> dict[str, float]:
+    def _asked(self, model: Any, probes: Sequence[Probe]) -> dict[str, float]:
         """Return the share of right answers in each group of probes."""
-        given = answers(model, self.tokenizer, [probe.prompt for probe in probes], samples=samples)
-        right = Counter(probe.group for probe, said in zip(probes, given, strict=True) if is_right(probe, said.text))
-        return {group: right[group] / count for group, count in Counter(probe.group for probe in probes).items()}
+        ids = tuple(tuple(self.tokenizer(probe.prompt)["input_ids"]) for probe in probes)
+        encoded = EncodedProbes(tuple(probes), ids, (LONGEST,) * len(ids), self.tokenizer)
+        return _shares(ask_probes(model, encoded, ASKED_TOGETHER, SECONDS, no_progress).answers)
+
+    def _sampled(self, model: Any, probes: Sequence[Probe]) -> dict[str, float]:
+        given = answers(model, self.tokenizer, [probe.prompt for probe in probes], samples=True)
+        return _shares([judge(probe, said.text, SECONDS) for probe, said in zip(probes, given, strict=True)])
+
+
+def _shares(given: Sequence[ProbeAnswer]) -> dict[str, float]:
+    return {count.group: count.share for count in score_answers(given).groups}
 
 
 def nats_per_token(model: Any, rows: Tensor) -> float:

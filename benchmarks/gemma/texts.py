@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gemma.asking import Probe
 from benchmarks.language.text import read_text, write_texts
 from scale_surgery.biographies import Person, biography, people, questions
+from scale_surgery.evidence.probe_file import Probe
 
 # chosen of the languages of the packages by the base's perplexity: see README.md
 SECOND = "ko"
@@ -67,7 +67,7 @@ def paraphrased(group: Sequence[Person]) -> list[Probe]:
     """Return the questions in other words; the form is shown by two people who are not asked about."""
     shown = people(2, start=2000)
     return [
-        Probe("people", _example(shown, attribute) + form.format(person.name), getattr(person, attribute), "exact")
+        Probe(_example(shown, attribute) + form.format(person.name), "exact", getattr(person, attribute), "people")
         for person in group
         for attribute, form in PARAPHRASES.items()
     ]

@@ -144,7 +144,7 @@ def ask_probes(
         texts = _generate(model, encoded, batch)
         tokens = sum(len(encoded.ids[place]) + encoded.lengths[place] for place in batch)
         advance(tokens * (1 if processes is None else processes.num_processes))
-        return [_judge(encoded.probes[place], text, seconds) for place, text in zip(batch, texts, strict=True)]
+        return [judge(encoded.probes[place], text, seconds) for place, text in zip(batch, texts, strict=True)]
 
     with evaluating(model), translated(*RUNNING):
         asked = shared_out(batches, ask, processes)
@@ -193,7 +193,8 @@ def _decode(encoded: EncodedProbes, place: int, new: Sequence[int], ends: set[in
     return str(whole.removeprefix(before))
 
 
-def _judge(probe: Probe, text: str, seconds: float) -> ProbeAnswer:
+def judge(probe: Probe, text: str, seconds: float) -> ProbeAnswer:
+    """Judge the answer to a probe by its rule; code has so many seconds."""
     right = str(probe.answer)
     match probe.kind:
         case "exact":

@@ -6,27 +6,14 @@ import hashlib
 import random
 from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.gemma.asking import Probe, answers, is_right, read_probes, runs, write_probes
-from benchmarks.gemma.candidates import facts, functions, sums, translations
+from benchmarks.gemma.asking import answers, write_probes
+from benchmarks.gemma.candidates import functions, sums, translations
 from benchmarks.gemma.choose_probes import PROBES
 from benchmarks.gemma.texts import PARAPHRASES, pack, paraphrased
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
-
-
-def test_answers_are_judged_by_their_kind() -> None:
-    exact, number = Probe("a", "", "Sofia", "exact"), Probe("b", "", "43", "number")
-    assert is_right(exact, "sofia.") and not is_right(exact, "Sofia, in Bulgaria")
-    assert is_right(number, "is 43, I think") and not is_right(number, "430")
-    function = Probe("c", "def double(x):\n    return", "", "python", "assert double(2) == 4")
-    assert is_right(function, "2 * x") and not is_right(function, "x") and not is_right(function, "syntax error")
-
-
-def test_code_that_never_ends_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.gemma.asking.SECONDS", 0.5)
-    assert not runs("while True: pass")
+from scale_surgery.evidence.probe_file import read_probes
 
 
 def test_an_answer_is_a_line_with_its_probability() -> None:
@@ -49,9 +36,9 @@ def test_rows_are_whole(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     texts = [biography(person) for person in people(20)]
     assert pack(tokenizer, texts, 2).shape == (2, 128)
-    probes = [*facts(), *sums(random.Random(0)), *translations(), *functions()]
+    probes = [*sums(random.Random(0)), *translations(), *functions()]
     write_probes(tmp_path / "probes.jsonl", probes)
-    assert read_probes(tmp_path / "probes.jsonl") == probes
+    assert read_probes(tmp_path / "probes.jsonl", run_python=True) == tuple(probes)
 
 
 def test_the_probes_are_those_that_were_committed_before_training() -> None:
