@@ -22,6 +22,7 @@ from benchmarks.gemma.methods import Method, load
 from benchmarks.gemma.texts import LENGTH, SECOND, held_out_rows, learned_rows, paraphrased
 from benchmarks.harness import stepping
 from benchmarks.language.packages import ENGLISH
+from benchmarks.language.text import write_texts
 from scale_surgery.biographies import people
 from scale_surgery.evidence.probe_file import EncodedProbes, Probe, read_probes
 from scale_surgery.evidence.probe_scores import ProbeAnswer, ask_probes, judge, score_answers
@@ -107,6 +108,7 @@ class Place:
 
     def __init__(self, base: Path, work: Path, settings: Settings) -> None:
         self.base, self.work, self.settings = base, work, settings
+        write_texts(work, SECOND)
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.group = people(settings.people)
         self.probes = _first(read_probes(PROBES, run_python=True))
