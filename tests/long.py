@@ -14,15 +14,14 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 LIST = Path(__file__).with_name("long.txt")
-BUDGET = 5.0
+BUDGET = 8.0
 WHOLE = (
     "tests/modeling/test_promises.py",
     "tests/folder/test_verbs_and_states.py",
-    "tests/evidence/test_verify",
+    "tests/evidence/test_verify.py",
     "tests/surgery/test_expand.py",
     "tests/surgery/test_strip.py",
     "tests/surgery/test_interruptions.py",
-    "tests/training/test_train.py",
     "tests/cli/test_program.py",
     "tests/test_rooms.py",
 )

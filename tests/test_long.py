@@ -22,6 +22,6 @@ def test_each_long_test_exists() -> None:
 
 
 def test_the_shortest_tests_of_a_file_stay_and_all_of_the_promises() -> None:
-    few = {"tests/a.py::slow": 4.0, "tests/a.py::fast": 0.1, "tests/a.py::middle": 2.0, "tests/b.py::one": 60.0}
+    few = {"tests/a.py::slow": 7.0, "tests/a.py::fast": 0.1, "tests/a.py::middle": 2.0, "tests/b.py::one": 60.0}
     promises = Counter({f"{long.WHOLE[0]}::{name}": 60.0 for name in ("one", "two")})
     assert long.choose(Counter(few) + promises) == ["tests/a.py::slow"]
