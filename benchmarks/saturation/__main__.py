@@ -31,8 +31,8 @@ Row = tuple[str, bool]
 
 def rows() -> Iterator[Row]:
     """Yield each method with and without own samples; gates learn from own samples."""
-    for method in METHODS:
-        for rehearses in (True, False):
+    for rehearses in (True, False):
+        for method in METHODS:
             if rehearses or method != "gated":
                 yield method, rehearses
 

@@ -46,10 +46,10 @@ def made(new: list[float], kept: list[float], rate: float = 1e-3) -> Run:
 
 
 def test_runs_are_compared_where_they_have_learned_as_much() -> None:
-    half = made([0.0, 0.8, 1.0], [1.0, 0.9, 0.7])
+    half = made([0.0, 0.4, 0.8], [1.0, 0.9, 0.7])
     assert half.matched is not None
     assert half.matched.step == pytest.approx(30) and half.matched.kept == pytest.approx(0.8)
-    assert made([0.0, 0.8, 0.85], [1.0, 0.9, 0.9]).matched is None
+    assert made([0.0, 0.4, 0.55], [1.0, 0.9, 0.9]).matched is None
     # one that never learned is chosen over none that did
     forgetful, lazy = made([0.0, 1.0], [1.0, 0.1], 1e-2), made([0.0, 0.5], [1.0, 1.0], 1e-4)
     assert choose([half, forgetful, lazy]) is half and choose([lazy]) is lazy
