@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import tomllib
 from email.message import Message
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,3 +73,18 @@ def test_readme_has_a_quick_start_to_try(release):
 def test_a_file_that_is_listed_for_the_sdist_is_there(release):
     """The list is that of a build; a file that was removed since is noticed at once, others by `make release`."""
     assert [name for name in release.LISTED.read_text().splitlines() if not (ROOT / name).is_file()] == ["PKG-INFO"]
+
+
+def test_the_citation_is_of_this_version_and_names_every_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    papers = set(re.findall(r"arxiv\.org/abs/([\d.]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert papers and {reference["url"].rpartition("/")[2] for reference in citation["references"]} == papers
+
+
+@pytest.mark.parametrize("name", ["bug", "model"])
+def test_issues_ask_for_what_inspect_says(name):
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8"))
+    (asked,) = [part for part in form["body"] if part.get("id") == "inspect"]
+    assert asked["validations"]["required"] and re.search("inspect .* --json", asked["attributes"]["label"])
