@@ -88,3 +88,12 @@ def test_issues_ask_for_what_inspect_says(name):
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8"))
     (asked,) = [part for part in form["body"] if part.get("id") == "inspect"]
     assert asked["validations"]["required"] and re.search("inspect .* --json", asked["attributes"]["label"])
+
+
+def test_the_image_is_given_what_it_copies():
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+    given = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert copied == {line.removeprefix("!") for line in given if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in copied)
+    assert lines.index("USER user") < lines.index('CMD ["scale-surgery", "demo"]')
