@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install unpack-large unpack-others add-the-rest compile demo lint types test pytest test-fast test-slow \
 	test-newest test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve test-vllm \
-	real-model test-real docs release release-list demo-model clean
+	real-model test-real docs docs-release release release-list demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -185,6 +185,11 @@ test-real: install  ## the promises on Gemma 3 270M (under 20 minutes on two cor
 docs: install  ## build the documentation, strictly, into site/; to read it: python3 -m http.server -d site
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+DOCS_VERSION ?= $(shell sed -n 's/^version = "\([0-9]*\.[0-9]*\)\..*/\1/p' pyproject.toml)
+docs-release: docs  ## add the site of this version, DOCS_VERSION, to the local branch gh-pages, and make it the default; pushes nothing
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(DOCS_VERSION) latest
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default latest
 
 RELEASE_TOOLS := build 'readme-renderer[md]' twine
 # what the wheel is tried with, if not with the newest torch of the index: make release RELEASE_TORCH=torch==2.13.0
