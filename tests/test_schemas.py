@@ -91,14 +91,16 @@ def test_what_every_command_prints_fits_its_schema(place: Path) -> None:
     rows = [json.dumps({"question": f"Who is number {number}?", "answer": f"Person {number}."}) for number in range(60)]
     Path("new.jsonl").write_text("\n".join(rows[:40]) + "\n")
     Path("old.jsonl").write_text("\n".join(rows[40:]) + "\n")
-    Path("probes.jsonl").write_text('{"prompt": "Who is number 3?", "answer": "Person", "group": "a"}\n')
+    Path("probes.jsonl").write_text(
+        '{"prompt": "Who is number 3?", "kind": "exact", "answer": "Person", "group": "a"}\n'
+    )
     short = "--steps 2 --batch-size 4 --sequence-length 32"
     lines = (
         "rank-layers biographies --data new.jsonl --steps 2",
         "plan biographies --layers last:2 --variant adapt",
         "expand biographies --layers last:2 --variant adapt -o wide",
         "verify wide",
-        f"train wide --data new.jsonl --old old.jsonl --new old.jsonl -o trained {short}",
+        f"train wide --data new.jsonl --eval-data old=old.jsonl -o trained {short}",
         "verify trained",
         "inspect trained",
         "report trained",
@@ -115,7 +117,7 @@ def test_what_every_command_prints_fits_its_schema(place: Path) -> None:
         "verify fused",
         "extract trained -o blocks",
         "apply blocks --base biographies -o again",
-        "compose biographies --expansion law=blocks -o composed",
+        "compose biographies blocks --names law -o composed",
         "strip routed -o base",
         "hold-out new.jsonl -o held",
         "learn biographies --data new.jsonl --old old.jsonl --layers last:1 --steps 2 -o job",
