@@ -79,7 +79,7 @@ test-fast: install  ## under a minute, for work in progress: rooms, planning, an
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(FAST) -k 'not ($(OTHER_FAMILIES))'
 
-test-slow: install  ## what make test leaves out: more families, types and forms, torch.compile, several processes
+test-slow: install  ## what make test leaves out: the longest tests of each file, more families, types and forms
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m slow
 
 # what pip installs for a user, who has no constraints

@@ -45,6 +45,7 @@ from scale_surgery import modeling
 from scale_surgery.errors import Problem, SurgeryError
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import Expansion, expand
+from tests.long import read_long
 from tests.tiny import save_tiny
 
 transformers.utils.logging.disable_progress_bar()
@@ -70,6 +71,15 @@ FORKING = {
     "training/test_allocator.py",
     "training/test_train.py",
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the longest tests of each file to `make test-slow`; see tests/long.py."""
+    names = read_long()
+    for item in items:
+        if item.nodeid in names:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)

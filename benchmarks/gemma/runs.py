@@ -22,6 +22,7 @@ from benchmarks.gemma.methods import Method, load
 from benchmarks.gemma.texts import LENGTH, SECOND, held_out_rows, learned_rows, paraphrased
 from benchmarks.harness import stepping
 from benchmarks.language.packages import ENGLISH
+from benchmarks.language.text import write_texts
 from scale_surgery.biographies import people
 from scale_surgery.evidence.probe_file import EncodedProbes, Probe, read_probes
 from scale_surgery.evidence.probe_scores import ProbeAnswer, ask_probes, judge, score_answers
@@ -35,7 +36,9 @@ from scale_surgery.training.rehearsal import Divergence
 from scale_surgery.training.sampling import Sampling
 
 # rows of held-out text, and the sequences of a batch when it is read
-HELD_OUT, TOGETHER = 64, 4
+HELD_OUT, TOGETHER = 32, 4
+# probes of a group, the first ones of the file
+OF_GROUP = 120
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,9 @@ class Settings:
         weight: Weight of the divergence on them.
     """
 
-    people: int = 40
+    people: int = 24
     passes: int = 5
-    tokens: int = 32_768
+    tokens: int = 24_576
     rows: int = 4
     samples: int = 200
     weight: float = 1.0
@@ -105,10 +108,11 @@ class Place:
 
     def __init__(self, base: Path, work: Path, settings: Settings) -> None:
         self.base, self.work, self.settings = base, work, settings
+        write_texts(work, SECOND)
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.group = people(settings.people)
-        self.probes = read_probes(PROBES, run_python=True)
-        self.asked = paraphrased(self.group)
+        self.probes = _first(read_probes(PROBES, run_python=True))
+        self.asked = _first(paraphrased(self.group))
         self.held_out = {
             language: held_out_rows(work, self.tokenizer, language, HELD_OUT) for language in (ENGLISH, SECOND)
         }
@@ -148,6 +152,14 @@ class Place:
     def _sampled(self, model: Any, probes: Sequence[Probe]) -> dict[str, float]:
         given = answers(model, self.tokenizer, [probe.prompt for probe in probes], samples=True)
         return _shares([judge(probe, said.text, SECONDS) for probe, said in zip(probes, given, strict=True)])
+
+
+def _first(probes: Sequence[Probe]) -> list[Probe]:
+    """Return the first probes of each group."""
+    groups: dict[str, list[Probe]] = {}
+    for probe in probes:
+        groups.setdefault(probe.group, []).append(probe)
+    return [probe for some in groups.values() for probe in some[:OF_GROUP]]
 
 
 def _shares(given: Sequence[ProbeAnswer]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.language.text import read_text, write_texts
+from benchmarks.language.text import read_text
 from scale_surgery.biographies import Person, biography, people, questions
 from scale_surgery.evidence.probe_file import Probe
 
@@ -38,7 +38,6 @@ def learned_rows(work: Path, tokenizer: Any, group: Sequence[Person], passes: in
     told = [biography(person, choice.randrange(100_000)) for _ in range(passes) for person in group]
     of_people = [*asked * passes, *told]
     choice.shuffle(of_people)
-    write_texts(work, SECOND)
     documents = read_text(work, SECOND, "train")
     choice.shuffle(documents)
     facts, read = pack(tokenizer, of_people), pack(tokenizer, documents, tokens // LENGTH)
@@ -59,7 +58,6 @@ def pack(tokenizer: Any, texts: Sequence[str], most: int | None = None) -> Tenso
 
 def held_out_rows(work: Path, tokenizer: Any, language: str, rows: int) -> Tensor:
     """Return rows of documentation that no run learns."""
-    write_texts(work, SECOND)
     return pack(tokenizer, read_text(work, language, "test"), rows)
 
 

@@ -34,7 +34,7 @@ def _as_numbers(context: click.Context, parameter: click.Parameter, text: str | 
         raise click.BadParameter(f"{text!r} is no list of numbers, such as 0,0.5,1.") from error
 
 
-@click.command(name="evaluate", cls=Headed)
+@click.command(name="evaluate", cls=Headed, first=("old", "new", "strengths", "probes_file", "outputs"))
 @click.argument("models", nargs=-1, required=True)
 @click.option("--old", multiple=True, type=TEXTS, help=OLD_HELP)
 @click.option("--new", multiple=True, type=TEXTS, help="New text, to measure learning. Can be repeated.")
@@ -70,8 +70,8 @@ def evaluate_command(
 
     \b
     Example: scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
-    A dial: scale-surgery evaluate EXPANDED --old FILE --new FILE --strength 0,0.5,1
-    At most 2 % lost: scale-surgery evaluate EXPANDED --probes probes.jsonl --max-forgetting 0.02
+             scale-surgery evaluate EXPANDED --old FILE --strength 0,0.5,1
+             scale-surgery evaluate EXPANDED --probes FILE --max-forgetting 0.02
     On several GPUs: accelerate launch -m scale_surgery evaluate FOLDER --old FILE
     """
     from scale_surgery.checkpoint.staging import check_output_files

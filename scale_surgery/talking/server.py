@@ -1,6 +1,16 @@
 """transformers' server for one model; requests can choose its paths by name.
 
 All names share one thread. The thread selects a path for each computation, so that concurrent requests do not mix.
+
+transformers has no public way to name paths, to refuse fields or to cut at a stop text, so these private members of it
+are read or replaced here, and nowhere else in the package:
+
+Serve                   _model_manager, _generation_state, and the handlers _chat, _completion, _response, _systemone
+model manager           trust_remote_code, list_models (before 5.24 get_gen_models): no other model is loaded or listed
+handlers                _validate_request: refuses fields that nothing would read; _resolve_model: finds the path of a
+                        name; get_processor_inputs_from_messages, _normalize_input: errors that name the message
+generation state        _generate_managers: takes the generator of each name
+streamer                _decode_stream: decodes after the prompt; _enqueue: cuts the text at a stop
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from scale_surgery import (
     expand,
 )
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.checkpoint.records import read_record
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate import Evaluation
 from scale_surgery.evidence.evaluate_models import Score
@@ -204,8 +205,10 @@ def test_table_and_json(result: Evaluation) -> None:
     (shaken,) = [score for score in content["scores"] if score["name"] == "shaken"]
     assert shaken["probes"]["total"]["lost_share"] == 1 and len(shaken["probes"]["answers"]) == 3
     assert content["limit"]["unit"] == "share of probes lost"
+    assert read_record(content, Evaluation) == result, "as learn reads it back"
 
 
+@pytest.mark.slow
 def test_batches_change_no_answer(place: Path, result: Evaluation) -> None:
     settings = EvaluationSettings(probes_file=place / "probes.jsonl", max_new_tokens=6)
     alone = evaluate(place / "shaken", settings=settings, run=RunOptions(batch_size=1))

@@ -156,7 +156,7 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_copied(place: Path,
     (tmp_path / "there" / "file").write_text("somebody's")
     there = tmp_path / "there"
     for output, form, wanted in ((there, "fused", "output-exists"), (tmp_path / "out", "stock", "stock-stream-wider")):
-        found = problems(merge, place / "both", output, form, name="law", track=no_bars)
+        found = problems(merge, place / "both", output, form, part=MergedPart("law"), track=no_bars)
         assert wanted in [problem.code for problem in found]
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 

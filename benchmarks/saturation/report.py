@@ -1,0 +1,140 @@
+"""The table and the figure of benchmarks/saturation, from the records alone.
+
+python -m benchmarks.saturation.report [--images docs/images]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import click
+
+from benchmarks.harness import Records
+from benchmarks.saturation.__main__ import FULL, Row, choose
+from benchmarks.saturation.bases import ARCHITECTURE
+from benchmarks.saturation.runs import METHODS, Run
+
+RECORDS = Path(__file__).with_name("runs.jsonl")
+LARGER_ROW = "larger base, full"
+# okabe and ito, and a shape for each
+STYLES = dict(
+    zip(
+        (*METHODS, LARGER_ROW),
+        (("#000000", "o"), ("#999999", "s"), ("#0072b2", "^"), ("#d55e00", "D"), ("#009e73", "v"), ("#cc79a7", "P"),
+         ("#e69f00", "X")),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs of a method at one saturation, a seed each, at the rate that the first seed chose.
+
+    Attributes:
+        base: Share of right answers of the base, a mean.
+        kept: Shares of these that are kept at equal learning; None of a run that never learned as much.
+        rate: Learning rate.
+        parameters: Trained parameters.
+    """
+
+    base: float
+    kept: tuple[float | None, ...]
+    rate: float
+    parameters: int
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over seeds; None if a seed never learned as much."""
+        known = [share for share in self.kept if share is not None]
+        return fmean(known) if len(known) == len(self.kept) else None
+
+
+Cells = Mapping[tuple[str, bool], Mapping[float, Cell]]
+
+
+def cells(runs: Iterable[Run]) -> Cells:
+    """Group runs by row and saturation, and take those at the chosen rate."""
+    groups: dict[Row, dict[float, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        is_larger = run.key.base.inner_width != ARCHITECTURE["intermediate_size"]
+        name = LARGER_ROW if is_larger else run.key.method
+        groups[name, run.key.rehearses][run.key.base.people / FULL].append(run)
+    return {row: {level: _cell(some) for level, some in sorted(levels.items())} for row, levels in groups.items()}
+
+
+def _cell(runs: Sequence[Run]) -> Cell:
+    rate = choose([run for run in runs if run.key.seed == 0]).key.rate
+    at_rate = sorted((run for run in runs if run.key.rate == rate), key=lambda run: run.key.seed)
+    kept = tuple(None if run.matched is None else run.matched.kept_test for run in at_rate)
+    return Cell(fmean(run.base[0] for run in at_rate), kept, rate, at_rate[0].parameters)
+
+
+def table(grouped: Cells) -> list[str]:
+    """Lay out the share that is kept, in percent: mean and range over seeds."""
+    levels = sorted({level for by_level in grouped.values() for level in by_level})
+    lines = [
+        f"| method | own samples | trained | {' | '.join(f'{level:g}' for level in levels)} |",
+        f"|---|---|--:|{'--:|' * len(levels)}",
+    ]
+    for (name, rehearses), by_level in sorted(
+        grouped.items(), key=lambda item: (not item[0][1], [*STYLES].index(item[0][0]))
+    ):
+        shown = [_shown(by_level.get(level)) for level in levels]
+        trained = next(iter(by_level.values())).parameters
+        lines.append(f"| {name} | {'yes' if rehearses else 'no'} | {trained:,} | {' | '.join(shown)} |")
+    return lines
+
+
+def _shown(cell: Cell | None) -> str:
+    if cell is None or cell.mean is None:
+        return "" if cell is None else "not learned"
+    known = [100 * share for share in cell.kept if share is not None]
+    spread = f" ({min(known):.1f} to {max(known):.1f})" if len(known) > 1 else ""
+    return f"{100 * cell.mean:.1f}{spread}"
+
+
+def draw(grouped: Cells, file: Path) -> None:
+    """Draw forgetting over saturation, with own samples and without."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from benchmarks.biography.figures import DOTS_PER_INCH, STYLE
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8.2, 3.6), layout="constrained")
+        for axes, rehearses in zip(figure.subplots(1, 2), (True, False), strict=True):
+            for name, (colour, marker) in STYLES.items():
+                by_level = grouped.get((name, rehearses), {})
+                points = [(level, 100 * (1 - cell.mean)) for level, cell in by_level.items() if cell.mean is not None]
+                if points:
+                    axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=name)
+            axes.set_xscale("log", base=2)
+            ticks = sorted({level for by_level in grouped.values() for level in by_level})
+            axes.set_xticks(ticks, [f"{level:g}" for level in ticks])
+            axes.set_xlabel("people that the base was shown, of those that just fill it")
+            axes.set_title("with own samples" if rehearses else "without")
+            axes.set_ylim(bottom=0)
+        figure.axes[0].set_ylabel("right answers that are lost, %")
+        figure.axes[0].legend(fontsize=8)
+        figure.savefig(file, dpi=DOTS_PER_INCH)
+
+
+@click.command()
+@click.option("-o", "--records", type=click.Path(path_type=Path, dir_okay=False), default=RECORDS, help="File of runs.")
+@click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Draw the figure into this folder.")
+def main(records: Path, images: Path | None) -> None:
+    """Print the table, and draw the figure."""
+    grouped = cells(Records(records, Run).read())
+    click.echo("\n".join(table(grouped)))
+    if images is not None:
+        images.mkdir(parents=True, exist_ok=True)
+        draw(grouped, images / "saturation.png")
+
+
+if __name__ == "__main__":
+    main()
