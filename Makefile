@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install unpack-large unpack-others add-the-rest compile demo lint types test pytest test-fast test-slow \
 	test-newest test-all torture fuzz test-gpu bench-gpu test-families test-compat test-recipes test-serve test-vllm \
-	real-model test-real docs demo-model clean
+	real-model test-real docs docs-release release release-list demo-model clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -186,8 +186,28 @@ docs: install  ## build the documentation, strictly, into site/; to read it: pyt
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+DOCS_VERSION ?= $(shell sed -n 's/^version = "\([0-9]*\.[0-9]*\)\..*/\1/p' pyproject.toml)
+docs-release: docs  ## add the site of this version, DOCS_VERSION, to the local branch gh-pages, and make it the default; pushes nothing
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(DOCS_VERSION) latest
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default latest
+
+RELEASE_TOOLS := build 'readme-renderer[md]' twine
+# what the wheel is tried with, if not with the newest torch of the index: make release RELEASE_TORCH=torch==2.13.0
+RELEASE_TORCH ?=
+
+.venv-release/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet $(RELEASE_TOOLS)
+	@touch $@
+
+release: .venv-release/.installed  ## build sdist and wheel of the last commit into dist/, check them, and try the wheel alone; publishes nothing
+	.venv-release/bin/python release/check.py --torch '$(RELEASE_TORCH)'
+
+release-list: .venv-release/.installed  ## write release/sdist.txt, the files of the sdist, again
+	.venv-release/bin/python release/check.py --list
+
 demo-model: install  ## train the shipped model again, from nothing (under 30 minutes on two cores)
 	$(BIN)/python benchmarks/biography/train_model.py
 
 clean:  ## remove environments and what was built
-	rm -rf $(VENV) .venv-* .compat-checkpoints .vllm-checkpoints demo site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-* .compat-checkpoints .vllm-checkpoints demo dist site .mypy_cache .ruff_cache .pytest_cache

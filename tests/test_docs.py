@@ -44,7 +44,12 @@ COMMANDS = tuple(
     for part in ("", "-learn", "-expand", "-train", "-measure", "-share", "-scripts")
 )
 RECORDS = sorted((ROOT / "benchmarks").rglob("*.md"))
-PAGES = (README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *RECORDS)
+PAGES = (
+    README,
+    *(ROOT / f"{name}.md" for name in ("CHANGELOG", "SECURITY", "AGENTS")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *RECORDS,
+)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*|(?<=`)-[a-z](?=`)")
 BENCHMARKS = (make_checkpoint.main, pipeline.main, svd.main)
