@@ -103,7 +103,7 @@ def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     for name, outcome in (("base", result.base), (path, result.adapt)):
         table.add_row(name, *_cells(outcome, numbers, sides))
     for outcome in shown:
-        name = "present" if outcome == result.present else "best" if outcome == result.proposed else ""
+        name = "now" if outcome == result.present else "best" if outcome == result.proposed else ""
         style = "bold" if outcome == result.proposed else None
         table.add_row(name, *_cells(outcome, numbers, sides), style=style)
     return table
@@ -141,7 +141,7 @@ def _share(value: float | None) -> str:
 
 
 def _render_choice(result: Calibration) -> RenderableType:
-    best, present = result.proposed, result.present
+    best = result.proposed
     path = "best" if result.has_several else "adapt"
     kept = "" if best.kept is None else f", {_share(best.kept)} of the learning of the {path} path"
     rows = [
@@ -190,7 +190,7 @@ def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     if result.present.bound is None:
         return
     before, after = (
-        f"{outcome.bound:.3g} nats and {outcome.bound_per_token:.3g} for each further token"
+        f"{outcome.bound:.3g} nats, and {outcome.bound_per_token:.3g} for each further token"
         for outcome in (result.present, result.proposed)
     )
-    yield "bound", f"a text may lose {after}" + (f" (now {before})" if before != after else "")
+    yield "bound", f"a text may lose {after}" + (f"; now {before}" if before != after else "")
