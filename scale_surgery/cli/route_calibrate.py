@@ -15,7 +15,6 @@ from scale_surgery.cli.options import (
     options_from,
     output_options,
     reading_options,
-    set_option,
     take_fields,
 )
 from scale_surgery.cli.outputs import PICTURES, OutputFile
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 @click.option("--old", multiple=True, required=True, type=TEXTS, help=OLD_HELP)
 @click.option("--new", multiple=True, required=True, type=TEXTS, help="New text, to measure learning. Can be repeated.")
 @options_from(CalibrationSettings, "most_forgetting", "bound", "write")
-@set_option(CalibrationSettings)
 @click.option(
     *("-o", "--output", "plot"),
     type=OutputFile(*PICTURES),
@@ -49,12 +47,12 @@ def route_calibrate_command(
     Each text is read once, and every setting is computed from the logits of all paths. Forgetting is the loss on old
     text minus the base's. Learning is the base's loss on new text minus the model's. Both are in nats per token.
 
-    The best setting learns most and forgets at most --most-forgetting. If every setting forgets more, it is the one
-    that forgets least. By default, the bound on the loss of a text, its increase per token, and the forgetting on the
-    first 8 tokens of old texts may not exceed those of the current setting. To change these limits, use --bound, --set
-    bound_per_token and --set most_short_forgetting. The best setting replaces the current one only if it gains enough
-    (--set least_gain). If settings are equal, the current one wins, then the default. Measure the result on other text
-    than the calibration text.
+    Settings are allowed if their bound is no looser than the current one, per text and per token, or than --bound. Of
+    the allowed settings that forget at most --most-forgetting, on old text and on the first 8 tokens of old texts, the
+    best learns most; if every one forgets more, the one that forgets least is shown, and --write changes nothing. A
+    current setting that keeps these limits is replaced only for a gain above twice its standard error over texts.
+
+    Measure the result on other text than the calibration text.
 
     \b
     Example: scale-surgery route-calibrate ROUTED --old a.txt --new b.txt --write

@@ -114,5 +114,5 @@ def warnings_of(kept: Mapping[str, Mapping[str, Any]], *, has_old: bool, routed:
             "there was no old text, so nothing is known of what was forgotten. Give some with --old. " + NO_OLD_TEXT
         )
     if routed and not kept.get("calibrate", {}).get("within", True):
-        warnings.append("no setting of the router forgets as little as was asked for; it keeps its own.")
+        warnings.append("every allowed setting of the router may forget more than was asked for; it keeps its own.")
     return tuple(warnings)

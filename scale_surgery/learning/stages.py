@@ -47,7 +47,7 @@ from scale_surgery.running.learned_tokens import ChosenTokens
 from scale_surgery.running.new_tokens import find_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import Expansion, expand
-from scale_surgery.surgery.route import Routed, route_export, set_routing
+from scale_surgery.surgery.route import Routed, route_export
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.result import Training
 from scale_surgery.training.run_folder import CURVES_FILE, NEW_LOSS, SETTINGS_FILE, read_log
@@ -366,11 +366,7 @@ def _set_router(
     output: Path,
     **given: Any,
 ) -> Calibration:
-    calibration = route_calibrate(routed, old, new, replace(settings, write=False, plot=output), **given)
-    if calibration.is_within and (proposed := calibration.proposed.routing) is not None:
-        set_routing(routed, proposed)
-        calibration = replace(calibration, written=True)
-    return calibration
+    return route_calibrate(routed, old, new, replace(settings, plot=output), **given)
 
 
 def _evaluate(work: Work) -> Stage:

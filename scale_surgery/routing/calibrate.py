@@ -5,7 +5,6 @@ old and new text --one pass--> path_scores --every setting--> sweep --the rule--
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,21 +17,14 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import output_file_problems
 from scale_surgery.command_lines import changed_options
-from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem
+from scale_surgery.errors import CheckpointError, DataError, Problem
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.folder.routers import is_even, routing_of, weights_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.calibration import Calibration
-from scale_surgery.routing.choice import (
-    CalibrationSettings,
-    Limits,
-    RouterChoice,
-    ask_for,
-    choose,
-    read_limits,
-)
+from scale_surgery.routing.choice import CalibrationSettings, choose, read_limits
 from scale_surgery.routing.outcome import Outcome
 from scale_surgery.routing.sweep import SweepTexts, sweep_model
 from scale_surgery.running.options import RunOptions
@@ -59,10 +51,11 @@ def route_calibrate(
 ) -> Calibration:
     """Sweep the threshold of a cosine router, or prior and switch rate of a posterior one, and propose the best.
 
-    The best setting learns most among those that forget at most `most_forgetting`. If there is none, it is the setting
-    that forgets least. Settings with which a text or a short prompt may lose more than now are excluded unless they
-    are allowed. The present setting is replaced only for a sufficient gain: see `CalibrationSettings`. Of equal
-    settings, the present one wins, then the default. Nothing is written if any step fails.
+    The best setting learns most among those that forget at most `most_forgetting`, on old text and on the first 8
+    tokens of old texts. If there is none, it is the setting that forgets least, and it is not written. Settings with a
+    looser bound than now are excluded unless `bound` allows them. A present setting that keeps the limits is replaced
+    only for a gain above twice its standard error over texts. Of equal settings, the present one wins, then the
+    default. Nothing is written if any step fails.
 
     Args:
         routed: Folder of a routed checkpoint, or a composed folder.
@@ -78,8 +71,7 @@ def route_calibrate(
         Forgetting, learning and routed shares of every setting, and the best one.
 
     Raises:
-        PlanError: If a number is out of range, no setting keeps the requested limits, or a setting is to be written and
-            none forgets so little.
+        PlanError: If a number is out of range, or no setting keeps the requested bound.
         DataError: If there is no old or no new text, a file cannot be read or holds nothing to score, the lengths do
             not fit, or no tokenizer of the model loads.
         CheckpointError: If this is no routed model, it cannot be loaded, a loss is not finite, or the plot or the
@@ -95,10 +87,7 @@ def route_calibrate(
     length, step = choose_lengths([subject], sequence_length, step)
     windows = _read_windows(subject, documents, length, step)
     swept = sweep_model(subject, windows, present, run, track, has_several=len(paths) > 2)
-    choice = choose(swept.outcomes, limits, swept.adapt)
-    best = choice.proposed
-    if settings.write and best.forgetting > limits.forgetting:
-        raise PlanError(_forgets_too_much(folder, choice, limits))
+    choice = choose(swept.outcomes, limits)
     result = Calibration(
         path=folder,
         name=subject.name,
@@ -106,36 +95,26 @@ def route_calibrate(
         base=swept.base,
         adapt=swept.adapt,
         present=swept.outcomes[0],
-        proposed=best,
+        proposed=choice.proposed,
         best=choice.best,
-        loosest=choice.loosest,
-        limits=limits,
-        needed_gain=choice.needed,
-        is_within=best.forgetting <= limits.forgetting,
+        is_within=choice.is_within,
         outcomes=tuple(sorted(swept.outcomes, key=_numbers)),
-        most_forgetting=limits.forgetting,
+        most_forgetting=settings.most_forgetting,
         old=tuple(map(str, files["old"])),
         new=tuple(map(str, files["new"])),
         sequence_length=length,
         step=step,
         dtype=run.dtype,
         plot=drawn,
-        written=settings.write and best.routing != present,
-        reading=(
+        written=settings.write and choice.is_within and choice.proposed.routing != present,
+        options=(
+            *changed_options(settings, CalibrationSettings(), {"write", "plot"}),
             *([] if sequence_length is None else ["--sequence-length", str(sequence_length)]),
             *changed_options(run, RunOptions(), {"memory_bytes"}),
         ),
     )
     _write(result)
     return result
-
-
-def _forgets_too_much(folder: Path, choice: RouterChoice, limits: Limits) -> Problem:
-    least, looser = choice.proposed, choice.loosest
-    found = {"most": limits.forgetting, "least": least.forgetting, "numbers": least.numbers}
-    if looser.forgetting > limits.forgetting:
-        return Problem("settings-forget", folder, **found)
-    return Problem("allowed-settings-forget", folder, **found, options=ask_for(looser, limits, -math.inf))
 
 
 def _check_outputs(folder: Path, plot: Path | None, texts: Sequence[Path], *, write: bool) -> None:

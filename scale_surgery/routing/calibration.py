@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.routing.choice import Limits, ask_for, given_options
 from scale_surgery.routing.outcome import Outcome
 from scale_surgery.running.options import Dtype
 
@@ -25,20 +24,18 @@ class Calibration:
         present: Scores with the present setting.
         proposed: Scores with the proposed setting: see `route_calibrate`.
         best: Scores with the best allowed setting, even if the present one stays.
-        loosest: Scores with the best of all settings, without limits on texts and short prompts.
-        limits: Limits of the best setting, and its needed gain.
-        needed_gain: Nats per token that the best must learn more than the present one, to replace it.
         is_within: True if the proposed setting forgets at most `most_forgetting`.
         outcomes: Every setting in the order of its numbers, including those named above.
-        most_forgetting: Nats per token of old text that may be lost against the base.
+        most_forgetting: Nats per token that may be lost against the base, on old text and on its first tokens.
         old: Files of old text.
         new: Files of new text.
         sequence_length: Most tokens of a window.
         step: Tokens from one window of a long text to the next.
         dtype: Dtype that weights were cast to; None for the stored dtype.
         plot: File of the figure, or None.
-        written: True if the proposed setting was written into the model; False if the model already had it.
-        reading: The options that reproduce this reading of the texts.
+        written: True if the proposed setting was written into the model; False if the model already had it, or
+            if it forgets more.
+        options: The options that reproduce this sweep.
     """
 
     path: Path
@@ -49,9 +46,6 @@ class Calibration:
     present: Outcome
     proposed: Outcome
     best: Outcome
-    loosest: Outcome
-    limits: Limits
-    needed_gain: float
     is_within: bool
     outcomes: tuple[Outcome, ...]
     most_forgetting: float
@@ -62,30 +56,17 @@ class Calibration:
     dtype: Dtype | None
     plot: Path | None
     written: bool
-    reading: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     @property
     def has_several(self) -> bool:
         """True if the model has several expansions."""
         return len(self.paths) > 2
 
-    @property
-    def ask(self) -> str | None:
-        """The options that allow the loosest setting; None if it learns no more than the best, or is allowed."""
-        if self.limits.allows(self.loosest) or self.loosest.learning <= self.best.learning:
-            return None
-        return ask_for(self.loosest, self.limits, self.needed_gain)
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The options that reproduce this sweep."""
-        return (*given_options(self.limits, self.present), *self.reading)
-
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain JSON values."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         outcomes = {"outcomes": [outcome.to_json() for outcome in self.outcomes]}
         single = {name: outcome.to_json() for name, outcome in content.items() if isinstance(outcome, Outcome)}
-        content |= {"limits": asdict(self.limits), "ask": self.ask}
         # JSON has no infinity, so it becomes a text
         return plain_json(content | single | outcomes)

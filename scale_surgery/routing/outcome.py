@@ -47,38 +47,6 @@ def mean_with_error(nats: Tensor, tokens: Tensor) -> MeanWithError:
 
 
 @dataclass(frozen=True)
-class ShortPrompt:
-    """Continuations of old texts after a few tokens.
-
-    Attributes:
-        tokens: Length of the prompt in tokens, including a start token.
-        texts: Number of old texts that are longer.
-        weight: Mean weight of the adapt path in the next prediction.
-        forgetting: Loss on the next token minus that of the base, nats.
-    """
-
-    tokens: int
-    texts: int
-    weight: float
-    forgetting: float
-
-
-@dataclass(frozen=True)
-class ShortPrompts:
-    """Scores on short prompts, the beginnings of old texts.
-
-    Attributes:
-        lengths: Scores by the length of the prompt, ascending.
-        forgetting: Mean loss against the base over all of them, nats per token.
-        change: The same mean against the present setting.
-    """
-
-    lengths: tuple[ShortPrompt, ...]
-    forgetting: float
-    change: MeanWithError
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The scores of a model with one setting of its router.
 
@@ -92,7 +60,7 @@ class Outcome:
         routed_old: Routed share of old text: the mean weight of the adapt path over the scored tokens.
         routed_new: Routed share of new text.
         gain: Learning minus that of the present setting, with its error over texts.
-        short: Scores on short prompts.
+        short: Forgetting on the first tokens of old texts, with its error over texts.
     """
 
     routing: Router | None
@@ -104,7 +72,7 @@ class Outcome:
     routed_old: float
     routed_new: float
     gain: MeanWithError
-    short: ShortPrompts
+    short: MeanWithError
 
     @property
     def numbers(self) -> str:

@@ -24,7 +24,6 @@ from scale_surgery.running.options import RunOptions
 
 if TYPE_CHECKING:
     from scale_surgery.routing.path_scores import PathBatch, PathLosses, Weigh
-    from scale_surgery.routing.short_prompts import Beginnings
     from scale_surgery.text.sequences import Sequences
 
 # of equal settings the first wins, so defaults and round numbers come first
@@ -113,7 +112,7 @@ class Measured:
 
     old: PathLosses
     new: PathLosses
-    short: Beginnings
+    short: PathLosses
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,9 @@ class PathTexts:
     def measure(self, weigh: Weigh) -> Measured:
         """Score all texts with one routing."""
         from scale_surgery.routing.path_scores import measure_batches
-        from scale_surgery.routing.short_prompts import read_beginnings
 
-        new = measure_batches(self.new, weigh).by_text(self.numbers)
-        return Measured(measure_batches(self.old, weigh), new, read_beginnings(self.short, weigh))
+        old, new, short = (measure_batches(side, weigh) for side in (self.old, self.new, self.short))
+        return Measured(old, new.by_text(self.numbers), short)
 
 
 @dataclass(frozen=True)
@@ -145,8 +143,6 @@ class Reference:
 
     def outcome(self, routing: Router | None, measured: Measured) -> Outcome:
         """Compare the measurements of a setting with the reference."""
-        from scale_surgery.routing.short_prompts import summarise_prompts
-
         learning, most = (0.0 - side.new.total.loss_against(self.base.new.total) for side in (measured, self.adapt))
         return Outcome(
             routing=routing,
@@ -158,7 +154,7 @@ class Reference:
             routed_old=measured.old.share,
             routed_new=measured.new.share,
             gain=mean_with_error(self.present.new.nats - measured.new.nats, measured.new.scored),
-            short=summarise_prompts(measured.short, self.present.short),
+            short=mean_with_error(measured.short.nats - self.base.short.nats, measured.short.scored),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -28,15 +28,13 @@ DIFFERENT = 0.1
 
 
 def render_calibration(result: Calibration, *, details: bool = False) -> RenderableType:
-    """Render a sweep: base, adapt path, present and best setting, the candidates, and short prompts."""
+    """Render a sweep: base, adapt path, and the candidates with the present and the best setting."""
     shown = list(result.outcomes) if details else choose_shown(result)
     some = f"{len(shown)} of {counted(len(result.outcomes), 'setting')}"
     return Group(
         _render_heading(result),
         _render_outcomes(result, shown),
         Text(some if details else f"{some}, the candidates; --details lists all", style="dim"),
-        Text(),
-        _render_short(result),
         Text(),
         _render_choice(result),
     )
@@ -47,7 +45,7 @@ def choose_shown(result: Calibration) -> list[Outcome]:
 
     Settings that are beaten in both losses are omitted, and those that hardly differ from the one before.
     """
-    named = (result.present, result.proposed, result.best, result.loosest)
+    named = (result.present, result.proposed, result.best)
     always = [outcome for outcome in result.outcomes if outcome in named]
     always += [
         outcome for outcome in result.outcomes if outcome.routing and is_default(outcome.routing, len(result.paths) - 1)
@@ -95,19 +93,19 @@ def _render_heading(result: Calibration) -> RenderableType:
 def _render_outcomes(result: Calibration, shown: Sequence[Outcome]) -> Table:
     numbers = list(_number_cells(result.present))
     sides = [side for side in ("old", "new") if getattr(result.base, side).questions]
-    names = [*numbers, "forgets", "learns", "kept", "routed\nold", "routed\nnew", *(f"right\n{side}" for side in sides)]
+    scores = ["forgets", "first 8\nforgets", "learns", "routed\nold", "routed\nnew"]
+    names = [*numbers, *scores, *(f"right\n{side}" for side in sides)]
     table = PlainTable()
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     path = "best path" if result.has_several else "adapt"
-    first = {"base": result.base, path: result.adapt, "present": result.present, "best": result.proposed}
-    for name, outcome in first.items():
+    for name, outcome in (("base", result.base), (path, result.adapt)):
         table.add_row(name, *_cells(outcome, numbers, sides))
-    table.add_row()
     for outcome in shown:
-        style = "bold" if outcome is result.proposed else None
-        table.add_row("", *_cells(outcome, numbers, sides), style=style)
+        name = "now" if outcome == result.present else "best" if outcome == result.proposed else ""
+        style = "bold" if outcome == result.proposed else None
+        table.add_row(name, *_cells(outcome, numbers, sides), style=style)
     return table
 
 
@@ -132,9 +130,7 @@ def _cells(outcome: Outcome, numbers: Sequence[str], sides: Sequence[str]) -> li
     accuracies: list[Measurement] = [getattr(outcome, side) for side in sides]
     return [
         *(values.get(name, "") for name in numbers),
-        format_nats(outcome.forgetting),
-        format_nats(outcome.learning),
-        _share(outcome.kept),
+        *map(format_nats, (outcome.forgetting, outcome.short.value, outcome.learning)),
         *map(_share, (outcome.routed_old, outcome.routed_new)),
         *(_share(measured.accuracy) for measured in accuracies),
     ]
@@ -144,47 +140,34 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.{1 if abs(value) < 10 else 0}%}"
 
 
-def _render_short(result: Calibration) -> RenderableType:
-    """Render weight of the adapt path and forgetting after each number of tokens, for each named setting."""
-    shown = {"present": result.present, "best": result.proposed, "loosest": result.loosest}
-    if result.ask is None:
-        del shown["loosest"]
-    if result.proposed == result.present:
-        del shown["best"]
-    table = PlainTable()
-    table.add_column("tokens\nread", justify="right")
-    for name in shown:
-        table.add_column(f"{name}\n{'expanded' if result.has_several else 'adapted'}", justify="right", no_wrap=True)
-        table.add_column("\nforgets", justify="right", no_wrap=True)
-    for row in zip(*(outcome.short.lengths for outcome in shown.values()), strict=True):
-        cells = [cell for length in row for cell in (_share(length.weight), format_nats(length.forgetting))]
-        table.add_row(str(row[0].tokens), *cells)
-    table.add_row("all", *(cell for outcome in shown.values() for cell in ("", format_nats(outcome.short.forgetting))))
-    title = Text("short prompts: forgetting on the token after the first tokens of old texts", style="bold")
-    return Group(title, table)
-
-
 def _render_choice(result: Calibration) -> RenderableType:
-    best, present = result.proposed, result.present
+    best = result.proposed
     path = "best" if result.has_several else "adapt"
     kept = "" if best.kept is None else f", {_share(best.kept)} of the learning of the {path} path"
     rows = [
-        ("rule", f"learns most, and forgets at most {result.most_forgetting:g} nats per token"),
+        ("rule", f"learns most, and forgets at most {result.most_forgetting:g}, also on first 8 tokens"),
         ("best", f"{best.numbers}: forgets {format_nats(best.forgetting)}, learns {format_nats(best.learning)}{kept}"),
+        *_gain_rows(result),
+        *_bound_rows(result),
+        *_written_rows(result),
     ]
-    rows += [("written", "nothing: the model has this setting")] if best == present else []
-    rows += [] if result.is_within else [("but", "every setting forgets more; the best one forgets least")]
-    rows += [*_gain_rows(result), *_bound_rows(result)]
-    lost = _change(format_nats, result, lambda outcome: outcome.short.forgetting)
-    rows.append(("short", f"forgetting on the first tokens of old texts: {lost} per token"))
-    rows += _loosest_rows(result)
-    rows += [("written", f"before: {present.numbers}")] if result.written else []
     rows += [] if result.plot is None else [("drawn", str(result.plot))]
     return Facts("", [*rows, (NEXT, _next(result))])
 
 
+def _written_rows(result: Calibration) -> Iterator[tuple[str, str]]:
+    """Yield the former setting, or why none is written."""
+    if not result.is_within:
+        few = "" if math.isfinite(result.best.short.error) else ", and one old text gives no standard error"
+        yield "written", f"nothing: every allowed setting may forget more{few}; this one forgets least"
+    elif result.proposed == result.present:
+        yield "written", "nothing: the model has this setting"
+    elif result.written:
+        yield "written", f"before: {result.present.numbers}"
+
+
 def _next(result: Calibration) -> str:
-    if result.written or result.proposed == result.present:
+    if result.written or not result.is_within or result.proposed == result.present:
         return verify_command(result.path)
     texts = [word for side in ("old", "new") for file in getattr(result, side) for word in (f"--{side}", file)]
     return command("route-calibrate", result.path, *texts, *result.options, "--write")
@@ -195,51 +178,19 @@ def _gain_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     best = result.best
     if best == result.present:
         return
-    gain = f"{format_nats(best.gain.value)} nats per token, {_error(best.gain.error)}"
-    if best == result.proposed:
-        yield "gain", gain
-        return
-    why = f"a change needs more than {result.needed_gain:.4f}"
-    yield "gain", f"too small for a change: {best.numbers} gains {gain}; {why}"
-
-
-def _error(error: float) -> str:
-    return (
-        f"standard error {error:.4f} over texts"
-        if math.isfinite(error)
-        else "no standard error from one text: give more texts"
-    )
+    error = f"standard error {best.gain.error:.4f} over texts"
+    if math.isinf(best.gain.error):
+        error = "no standard error from one text: give more texts"
+    gain = f"{format_nats(best.gain.value)} nats per token, {error}"
+    yield "gain", gain if best == result.proposed else f"too small for a change: {best.numbers} gains {gain}"
 
 
 def _bound_rows(result: Calibration) -> Iterator[tuple[str, str]]:
     """Yield the bound on the loss of any text relative to the base, before and after."""
     if result.present.bound is None:
         return
-    whole = _change(_bound, result, lambda outcome: outcome.bound or 0.0)
-    each = _change(_bound, result, lambda outcome: outcome.bound_per_token or 0.0)
-    yield "bound", f"a text may lose {whole}; each further token adds {each}"
-
-
-def _loosest_rows(result: Calibration) -> Iterator[tuple[str, str]]:
-    """Yield the gain and the forgetting of a looser setting, and the option for it."""
-    if result.ask is None:
-        return
-    looser, best = result.loosest, result.proposed
-    more = looser.learning - best.learning
-    share = f" ({_share(more / best.learning)})" if best.learning > 0 else ""
-    bound = "" if looser.bound is None else f"a text may lose {_bound(looser.bound)} nats, and "
-    yield (
-        "looser",
-        f"{looser.numbers} would learn {format_nats(more)} more{share}, but {bound}short prompts lose "
-        f"{format_nats(looser.short.forgetting)} per token. Ask for it: {result.ask}",
+    before, after = (
+        f"{outcome.bound:.3g} nats, and {outcome.bound_per_token:.3g} for each further token"
+        for outcome in (result.present, result.proposed)
     )
-
-
-def _change(show: Callable[[float], str], result: Calibration, number: Callable[[Outcome], float]) -> str:
-    """Return a number of the present and of the proposed setting."""
-    before, after = (f"{show(number(outcome))} nats" for outcome in (result.present, result.proposed))
-    return before if before == after else f"{before} before, {after} after"
-
-
-def _bound(nats: float) -> str:
-    return f"{nats:.3g}"
+    yield "bound", f"a text may lose {after}" + (f"; now {before}" if before != after else "")

@@ -112,8 +112,8 @@ def test_priors_follow_the_texts_and_bound_every_path(calibration: Calibration) 
 
 
 def test_no_text_may_lose_more_than_now_unless_that_is_asked_for(place: Path, calibration: Calibration) -> None:
-    careful = calibrate(place, CalibrationSettings(most_forgetting=9.0))
-    assert careful.limits.bound == pytest.approx(math.log(4))
+    careful = calibrate(place, CalibrationSettings(most_forgetting=99.0))
+    assert careful.present.bound == pytest.approx(math.log(4)) and careful.is_within
     routing = careful.best.routing
     assert isinstance(routing, PosteriorRouter) and is_even(weights_of(routing)) and routing.switch_rate <= 0.05
     looser = calibration.best.routing
@@ -124,7 +124,7 @@ def test_no_text_may_lose_more_than_now_unless_that_is_asked_for(place: Path, ca
 def test_it_is_shown_and_drawn(calibration: Calibration) -> None:
     text = shown(render_calibration(calibration))
     assert text.startswith("composed: posterior router over 4 paths: base, medicine, law, music\n")
-    assert "best path" in text and "others" in text and "expanded" in text and "adapt" not in text
+    assert "best path" in text and "others" in text and "adapt" not in text
     assert max(map(len, text.splitlines()[:-1])) <= 80
     labels = [entry.get_text() for entry in calibration_figure(calibration).legends[0].get_texts()]
     assert "best path alone" in labels and sum(label.startswith("switch rate") for label in labels) == 8
@@ -135,7 +135,7 @@ def test_it_is_shown_and_drawn(calibration: Calibration) -> None:
 @pytest.mark.slow
 def test_the_best_is_written_and_the_folder_stays_whole(place: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(place / "composed", tmp_path / "composed"))
-    asked = ["--most-forgetting", "9", "--bound", "9", "--set", "most_short_forgetting=9", "--set", "least_gain=0"]
+    asked = ["--most-forgetting", "99", "--bound", "9"]
     texts = ["--old", place / "old.jsonl", "--new", place / "new.jsonl"]
     plot = ["-o", tmp_path / "plot.svg"]
     content = json.loads(run("route-calibrate", folder, *texts, *asked, *plot, "--write", "--json").stdout)
