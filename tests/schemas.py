@@ -45,7 +45,6 @@ DERIVED: dict[type, tuple[str, ...]] = {
     Norms: ("relative_change", "relative_norm", "change_of_base"),
     Outcome: ("bound", "bound_per_token"),
     Ranking: ("tie", "warnings"),
-    scale_surgery.Calibration: ("ask",),
 }
 OPTIONAL = {"perplexity", "bits_per_byte", "lost_share"}
 # properties of other classes
