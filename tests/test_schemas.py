@@ -106,7 +106,7 @@ def test_what_every_command_prints_fits_its_schema(place: Path) -> None:
         "verify trained",
         "inspect trained",
         "report trained",
-        "evaluate biographies trained --old old.jsonl --new new.jsonl --probes probes.jsonl --max-new-tokens 4 --max-forgetting 1",
+        "evaluate biographies trained --old old.jsonl --new new.jsonl --probes probes.jsonl --max-forgetting 1",
         "route-export trained -o routed",
         "verify routed",
         "inspect routed",
