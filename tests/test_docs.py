@@ -257,6 +257,7 @@ def test_readme_quick_start(tmp_path, monkeypatch):
         shutil.copy(SHIPPED / file, base / file)
     rows = (f'{{"text": "A new text, number {number}."}}\n' for number in range(400))
     (tmp_path / "domain.jsonl").write_text("".join(rows))
+    (tmp_path / "held_out.jsonl").write_text('{"text": "A new text that nothing was trained on."}\n')
     (tmp_path / "general.txt").write_text("\n\n".join(f"An old text, number {number}." for number in range(40)))
     monkeypatch.chdir(tmp_path)
     for line in shell.splitlines():

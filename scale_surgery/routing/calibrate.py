@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,12 @@ def route_calibrate(
     (subject,) = open_subjects([folder], run)
     length, step = choose_lengths([subject], sequence_length, step)
     windows = _read_windows(subject, documents, length, step)
-    swept = sweep_model(subject, windows, present, run, track, has_several=len(paths) > 2)
+    has_several = len(paths) > 2
+    swept = sweep_model(subject, windows, present, run, track, has_several=has_several)
+    if has_several:
+        # any prior of many paths costs something on first tokens, so their limit is relative to the present one
+        now = swept.outcomes[0].short
+        limits = replace(limits, at_present=max(0.0, now.value + now.noise))
     choice = choose(swept.outcomes, limits)
     result = Calibration(
         path=folder,

@@ -48,11 +48,13 @@ class Limits:
         forgetting: Most loss per token, on old text and on the first tokens of old texts.
         bound: Most loss of any text; None if the router has no bound.
         bound_per_token: Most increase of the bound per further token.
+        at_present: Loss per token of first tokens with the present setting of a composed model, which is allowed.
     """
 
     forgetting: float
     bound: float | None
     bound_per_token: float | None
+    at_present: float = 0.0
 
     def allows(self, outcome: Outcome) -> bool:
         """Return True if the bound of a setting is within the limits."""
@@ -62,7 +64,8 @@ class Limits:
     def keeps(self, outcome: Outcome) -> bool:
         """Return True if a setting forgets little enough, on old text and on its first tokens."""
         # few short prompts show little, so the forgetting that they may hide counts too
-        return max(outcome.forgetting, outcome.short.value + outcome.short.noise) <= self.forgetting
+        on_first = outcome.short.value + outcome.short.noise - self.at_present
+        return max(outcome.forgetting, on_first) <= self.forgetting
 
 
 @dataclass(frozen=True)
