@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from scale_surgery.folder.routers import is_even, routing_of, weights_of
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.calibration import Calibration
-from scale_surgery.routing.choice import CalibrationSettings, choose, read_limits
+from scale_surgery.routing.choice import CalibrationSettings, choose, read_limits, relative
 from scale_surgery.routing.outcome import Outcome
 from scale_surgery.routing.sweep import SweepTexts, sweep_model
 from scale_surgery.running.options import RunOptions
@@ -89,11 +88,7 @@ def route_calibrate(
     windows = _read_windows(subject, documents, length, step)
     has_several = len(paths) > 2
     swept = sweep_model(subject, windows, present, run, track, has_several=has_several)
-    if has_several:
-        # any prior of many paths costs something on first tokens, so their limit is relative to the present one
-        now = swept.outcomes[0].short
-        limits = replace(limits, at_present=max(0.0, now.value + now.noise))
-    choice = choose(swept.outcomes, limits)
+    choice = choose(swept.outcomes, relative(limits, swept.outcomes[0]) if has_several else limits)
     result = Calibration(
         path=folder,
         name=subject.name,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +25,8 @@ class CalibrationSettings:
     """Limits of the best setting of a router, and its outputs.
 
     Attributes:
-        most_forgetting: Maximum forgetting in nats per token, on old text and on the first 8 tokens of old texts.
+        most_forgetting: Maximum forgetting in nats per token, on old text and on the first 8 tokens of old texts. For a
+            composed model, the limit on first tokens is relative to the current setting.
         bound: Maximum by which the loss of a text may exceed the base's, in nats: -ln(prior) of a posterior router. For
             a composed model, the limit is relative to its best path. Given, it also lifts the limit on the increase per
             token. Default: both limits are those of the current setting.
@@ -94,6 +95,13 @@ def read_limits(settings: CalibrationSettings, present: Router) -> Limits:
     if settings.bound is None:
         return Limits(settings.most_forgetting, present.bound, present.bound_per_token)
     return Limits(settings.most_forgetting, settings.bound, math.inf)
+
+
+def relative(limits: Limits, present: Outcome) -> Limits:
+    """Return the limits of a composed model: any prior of many paths costs something on first tokens."""
+    # the noise of one text is infinite, and no setting may pass by it
+    known = present.short.value + (present.short.noise if math.isfinite(present.short.noise) else 0.0)
+    return replace(limits, at_present=max(0.0, known))
 
 
 def choose(outcomes: Sequence[Outcome], limits: Limits) -> RouterChoice:

@@ -39,7 +39,7 @@ from scale_surgery.modeling import expanded_routing
 from scale_surgery.routing import path_scores
 from scale_surgery.routing.calibrate import route_calibrate
 from scale_surgery.routing.calibration import Calibration
-from scale_surgery.routing.choice import Limits, choose, read_limits
+from scale_surgery.routing.choice import Limits, choose, read_limits, relative
 from scale_surgery.routing.figure import calibration_figure
 from scale_surgery.routing.outcome import MeanWithError, Outcome, mean_with_error
 from scale_surgery.routing.path_scores import (
@@ -467,6 +467,34 @@ def test_a_change_needs_a_gain_that_is_no_chance(gain: float, error: float, is_t
 def test_what_few_texts_do_not_show_is_not_taken_for_no_loss(lost: list[float], is_kept: bool) -> None:
     short = mean_with_error(8 * torch.tensor(lost, dtype=torch.float64), torch.full((len(lost),), 8))
     assert replace(LIMITS, forgetting=0.02 + 1e-9).keeps(outcome(0.5, 0.0, 1.0, short=short)) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "is_kept"),
+    [
+        ([1.0, 1.0], [1.01, 1.01], True),
+        ([1.0, 1.0], [1.03, 1.03], False),
+        ([-1.0, -1.0], [0.03, 0.03], False),  # less than the base is no reason to lose more
+        ([0.9, 1.1], [0.9, 1.1], True),
+        ([1.0], [1.0], False),  # one text
+        ([1.0], [9.0], False),
+    ],
+)
+def test_first_tokens_of_a_composed_model_are_compared_with_now(
+    now: list[float], then: list[float], is_kept: bool
+) -> None:
+    present, other = (
+        outcome(
+            0.5,
+            0.0,
+            1.0,
+            short=mean_with_error(8 * torch.tensor(lost, dtype=torch.float64), torch.full((len(lost),), 8)),
+        )
+        for lost in (now, then)
+    )
+    assert relative(LIMITS, present).keeps(other) == is_kept
+    # a single expansion is compared with its base
+    assert not LIMITS.keeps(present) or max(now) < 0
 
 
 def bounded(prior: float, rate: float) -> Outcome:
