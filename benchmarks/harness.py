@@ -9,8 +9,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from benchmarks.records import append_line, read_lines
+from scale_surgery.running.gates import gated_blocks
+from scale_surgery.training.gates import loss_of_gates
+from scale_surgery.training.rehearsal import Divergence
 
 WARM_UP = 0.06  # share of the steps; a straight line to zero takes the rest
 GRADIENT_NORM = 1.0
@@ -87,11 +91,19 @@ def beside(rate: float) -> tuple[float, float]:
     return float(between[0]), float(between[1])
 
 
-def stepping(model: Any, rate: float, steps: int) -> Callable[[], None]:
+def share_of_rate(step: int, steps: int) -> float:
+    """Return the share of the peak learning rate at a step: a straight line up, then one down to zero."""
+    warm_up = max(1, round(WARM_UP * steps))
+    return min((step + 1) / warm_up, (steps - step) / (steps - warm_up))
+
+
+def stepping(
+    model: Any, rate: float, steps: int, share: Callable[[int, int], float] = share_of_rate
+) -> Callable[[], None]:
     """Return a function that takes a step of AdamW on all that trains, with gradients clipped and a scheduled rate."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
 
     def take_step() -> None:
         torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
@@ -102,7 +114,26 @@ def stepping(model: Any, rate: float, steps: int) -> Callable[[], None]:
     return take_step
 
 
-def share_of_rate(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate at a step: a straight line up, then one down to zero."""
-    warm_up = max(1, round(WARM_UP * steps))
-    return min((step + 1) / warm_up, (steps - step) / (steps - warm_up))
+def keep_gate_scores(model: Any) -> None:
+    """Let the gates of a model keep their scores, which their loss needs; most models have none."""
+    for blocks in gated_blocks(model):
+        blocks.keeps_scores = True
+
+
+def with_gates(loss: Tensor, model: Any, rows: Tensor, *, is_new: bool) -> Tensor:
+    """Return a loss on rows (b, t) with that of the model's gates, if it has any."""
+    return loss + loss_of_gates(model, torch.ones_like(rows), is_new=is_new) if gated_blocks(model) else loss
+
+
+def learn(model: Any, rows: Tensor) -> None:
+    """Add the gradients of cross entropy on new rows (b, t)."""
+    with_gates(model(input_ids=rows, labels=rows, use_cache=False).loss, model, rows, is_new=True).backward()
+
+
+def rehearse(model: Any, base: Any, rows: Tensor, weight: float) -> None:
+    """Add the gradients of `weight` times KL(base || model) on rows (b, t) that the base wrote."""
+    with torch.no_grad():
+        wanted = base(input_ids=rows, use_cache=False).logits
+    logits = model(input_ids=rows, use_cache=False).logits
+    loss = weight * Divergence.apply(logits.flatten(0, 1), wanted.flatten(0, 1))  # type: ignore[no-untyped-call]
+    with_gates(loss, model, rows, is_new=False).backward()

@@ -57,8 +57,8 @@ class Method:
 
 
 def whole(base: Path, seed: int) -> Any:
-    """Load the base model, all of it trainable."""
-    return AutoModelForCausalLM.from_pretrained(base)
+    """Load the base model in float32, all of it trainable."""
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
 
 def frozen(base: Path, seed: int, *, layers: int) -> Any:

@@ -14,25 +14,23 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from benchmarks.biography.methods import whole
 from benchmarks.device import watched
 from benchmarks.gemma.asking import LONGEST, answers
 from benchmarks.gemma.asking import TOGETHER as ASKED_TOGETHER
 from benchmarks.gemma.choose_probes import PROBES, SECONDS
-from benchmarks.gemma.methods import Method, load
+from benchmarks.gemma.methods import Method
 from benchmarks.gemma.texts import LENGTH, SECOND, held_out_rows, learned_rows, paraphrased
-from benchmarks.harness import stepping
+from benchmarks.harness import keep_gate_scores, learn, rehearse, stepping
 from benchmarks.language.packages import ENGLISH
 from benchmarks.language.text import write_texts
 from scale_surgery.biographies import people
 from scale_surgery.evidence.probe_file import EncodedProbes, Probe, read_probes
 from scale_surgery.evidence.probe_scores import ProbeAnswer, ask_probes, judge, score_answers
 from scale_surgery.progress import no_progress, no_track
-from scale_surgery.running.gates import gated_blocks
 from scale_surgery.text.tokenizing import pack
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.base_samples import begin_tokens, sample_texts
-from scale_surgery.training.gates import loss_of_gates
-from scale_surgery.training.rehearsal import Divergence
 from scale_surgery.training.sampling import Sampling
 
 # rows of held-out text, and the sequences of a batch when it is read
@@ -129,7 +127,7 @@ class Place:
         if not file.exists():
             sampling = Sampling(self.settings.samples, LENGTH, 1.0, seed=0)
             begins = begin_tokens(self.tokenizer, (), self.base.name)
-            texts = sample_texts(load(self.base).eval(), begins, sampling, self.tokenizer, no_track)
+            texts = sample_texts(whole(self.base, 0).eval(), begins, sampling, self.tokenizer, no_track)
             packed = pack(texts, LENGTH)
             rows = (packed[place]["input_ids"].long() for place in range(len(packed)))
             torch.save(torch.stack([row for row in rows if len(row) == LENGTH]), file)
@@ -178,10 +176,10 @@ def run(place: Place, method: Method, key: Key) -> Run:
     keep_freed_memory()
     started = time.process_time()
     with watched() as peaks:
-        model = method.make(place.base)
+        model = method.make(place.base, key.seed)
         rows = place.rows(key.seed)
         parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        seconds = learn(place, model, key, rows)
+        seconds = train(place, model, key, rows)
     scores = place.score(model)
     hours = (time.process_time() - started) / 3600
     return Run(key, parameters, rows.numel(), round(median(seconds), 2), max(peaks), round(hours, 3), scores)
@@ -190,30 +188,23 @@ def run(place: Place, method: Method, key: Key) -> Run:
 def run_base(place: Place, *, samples: bool) -> Run:
     """Score the base, which learns nothing; with samples, to show how much two samples of one model differ."""
     key = Key("base, sampled" if samples else "base", False, 0.0, 0, place.settings)
-    return Run(key, 0, 0, 0.0, 0, 0.0, place.score(load(place.base), samples=samples))
+    return Run(key, 0, 0, 0.0, 0, 0.0, place.score(whole(place.base, 0), samples=samples))
 
 
-def learn(place: Place, model: Any, key: Key, rows: Tensor) -> list[float]:
+def train(place: Place, model: Any, key: Key, rows: Tensor) -> list[float]:
     """Train a model in place; return the seconds of its steps."""
     settings, batches = place.settings, rows.split(place.settings.rows)
     take_step = stepping(model, key.rate, len(batches))
-    base = load(place.base).requires_grad_(False).eval() if key.rehearses else None
-    gates, taken = gated_blocks(model), []
-    for blocks in gates:
-        blocks.keeps_scores = True
+    base = whole(place.base, 0).requires_grad_(False).eval() if key.rehearses else None
+    taken: list[float] = []
+    keep_gate_scores(model)
     model.train()
     for step, batch in enumerate(batches):
         started = time.perf_counter()
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        (loss + loss_of_gates(model, torch.ones_like(batch), is_new=True) if gates else loss).backward()
+        learn(model, batch)
         if base is not None:
             places = [(step * settings.rows // 2 + row) % len(place.samples) for row in range(settings.rows // 2)]
-            rehearsed = place.samples[places]
-            with torch.no_grad():
-                wanted = base(input_ids=rehearsed, use_cache=False).logits
-            logits = model(input_ids=rehearsed, use_cache=False).logits
-            loss = settings.weight * Divergence.apply(logits.flatten(0, 1), wanted.flatten(0, 1))
-            (loss + loss_of_gates(model, torch.ones_like(rehearsed), is_new=False) if gates else loss).backward()
+            rehearse(model, base, place.samples[places], settings.weight)
         take_step()
         taken.append(time.perf_counter() - started)
     return taken

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.harness import stepping
+from benchmarks.harness import keep_gate_scores, stepping, with_gates
 from benchmarks.language.base import SIZES, base_rows, make_base, new_rows
 from benchmarks.language.measures import Examination, Ranking, Reading
 from benchmarks.language.methods import Method
@@ -24,7 +24,6 @@ from benchmarks.language.precision import mixed
 from benchmarks.language.rehearsing import Rehearsal, rehearsal_of
 from scale_surgery.modeling.expanded_stock import opened
 from scale_surgery.running.gates import gated_blocks, keeping_scores, take_scores
-from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.rehearsal import Divergence
 
 MEASURED = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # shares of the steps; most is lost early
@@ -220,20 +219,18 @@ def _learn(place: Place, model: Any, key: Key, shares: Sequence[float], taken: l
     size = place.size
     batches = place.rows(key.tokens, key.seed).to(place.device).split(size.rows)
     take_step = stepping(model, key.rate, len(batches))
-    rehearsal, gates = place.rehearsal(key.rehearse, key.seed), gated_blocks(model)
-    for blocks in gates:
-        blocks.keeps_scores = True
+    rehearsal = place.rehearsal(key.rehearse, key.seed)
+    keep_gate_scores(model)
     measured = {round(share * len(batches)) for share in shares}
     yield _point(place, model, 0)
     for step, batch in enumerate(batches):
         started = time.process_time()
         with mixed(place.device.type):
             loss = model(input_ids=batch, labels=batch).loss
-        (loss + loss_of_gates(model, torch.ones_like(batch), is_new=True) if gates else loss).backward()
+        with_gates(loss, model, batch, is_new=True).backward()
         if rehearsal is not None:
-            loss = key.weight * rehearsal.loss(model, step)
-            mask = batch.new_ones(rehearsal.together, size.context)
-            (loss + loss_of_gates(model, mask, is_new=False) if gates else loss).backward()
+            loss, read = key.weight * rehearsal.loss(model, step), batch.new_ones(rehearsal.together, size.context)
+            with_gates(loss, model, read, is_new=False).backward()
         take_step()
         taken.append(time.process_time() - started)
         if step + 1 in measured:

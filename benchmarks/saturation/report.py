@@ -16,7 +16,7 @@ import click
 from benchmarks.harness import Records
 from benchmarks.saturation.__main__ import FULL, Row, choose
 from benchmarks.saturation.bases import ARCHITECTURE
-from benchmarks.saturation.runs import METHODS, Run
+from benchmarks.saturation.runs import METHODS, Run, Settings
 
 RECORDS = Path(__file__).with_name("runs.jsonl")
 LARGER_ROW = "larger base, full"
@@ -129,7 +129,8 @@ def draw(grouped: Cells, file: Path) -> None:
 @click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Draw the figure into this folder.")
 def main(records: Path, images: Path | None) -> None:
     """Print the table, and draw the figure."""
-    grouped = cells(Records(records, Run).read())
+    # records of a pilot have other settings
+    grouped = cells(run for run in Records(records, Run).read() if run.key.settings == Settings())
     click.echo("\n".join(table(grouped)))
     if images is not None:
         images.mkdir(parents=True, exist_ok=True)

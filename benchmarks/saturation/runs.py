@@ -17,14 +17,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from benchmarks.biography.methods import adapted, expanded, whole
-from benchmarks.harness import GRADIENT_NORM
+from benchmarks.harness import keep_gate_scores, learn, rehearse, stepping
 from benchmarks.language.methods import matched
 from benchmarks.saturation.bases import Base
 from benchmarks.saturation.facts import Facts, facts, questions, rows
 from scale_surgery import Request
-from scale_surgery.running.gates import gated_blocks
-from scale_surgery.training.gates import loss_of_gates
-from scale_surgery.training.rehearsal import Divergence
 
 # people who are new to every base
 FIRST_NEW = 60_000
@@ -179,29 +176,16 @@ def _make(key: Key, work: Path) -> Any:
 
 def _learn(key: Key, model: Any, base: Any, samples: Tensor | None, exam: Exam) -> Iterator[Point]:
     settings = key.settings
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=key.rate, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-    gates = gated_blocks(model)
-    for blocks in gates:
-        blocks.keeps_scores = True
+    take_step = stepping(model, key.rate, settings.steps, lambda step, _: min(1.0, (step + 1) / WARM_UP))
+    keep_gate_scores(model)
     shown = rows(facts(settings.new_people, FIRST_NEW), settings.together, random.Random(key.seed))
     yield exam.score(model, 0)
     for step, batch in zip(range(settings.steps), shown, strict=False):
         model.train()
-        loss = model(input_ids=batch, labels=batch).loss
-        (loss + loss_of_gates(model, torch.ones_like(batch), is_new=True) if gates else loss).backward()
+        learn(model, batch)
         if samples is not None:
-            rehearsed = samples.roll(-step * settings.together, 0)[: settings.together]
-            with torch.no_grad():
-                wanted = base(input_ids=rehearsed, use_cache=False).logits
-            logits = model(input_ids=rehearsed, use_cache=False).logits
-            loss = settings.weight * Divergence.apply(logits.flatten(0, 1), wanted.flatten(0, 1))
-            (loss + loss_of_gates(model, torch.ones_like(rehearsed), is_new=False) if gates else loss).backward()
-        torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+            rehearse(model, base, samples.roll(-step * settings.together, 0)[: settings.together], settings.weight)
+        take_step()
         if (step + 1) % settings.every == 0:
             point = exam.score(model, step + 1)
             yield point

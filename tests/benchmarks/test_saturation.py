@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from benchmarks.harness import Records, beside, sweep
 from benchmarks.saturation.__main__ import choose
 from benchmarks.saturation.bases import Base
 from benchmarks.saturation.facts import BEGIN, END, ROW, WORDS, facts, questions, rows
+from benchmarks.saturation.report import main
 from benchmarks.saturation.runs import FIRST_NEW, Key, Point, Run, Settings, run
 
 QUICK = Settings(new_people=8, asked=8, steps=4, together=4, every=2, samples=8)
@@ -53,6 +56,16 @@ def test_runs_are_compared_where_they_have_learned_as_much() -> None:
     # one that never learned is chosen over none that did
     forgetful, lazy = made([0.0, 1.0], [1.0, 0.1], 1e-2), made([0.0, 0.5], [1.0, 1.0], 1e-4)
     assert choose([half, forgetful, lazy]) is half and choose([lazy]) is lazy
+
+
+def test_the_report_has_runs_of_the_settings_alone(tmp_path: Path) -> None:
+    records = Records(tmp_path / "runs.jsonl", Run)
+    pilot = made([0.0, 1.0], [1.0, 0.5])
+    records.append(pilot)
+    records.append(replace(pilot, key=replace(pilot.key, settings=Settings(), rate=1e-2, method="adapt")))
+
+    printed = CliRunner().invoke(main, ["-o", str(records.file)], catch_exceptions=False).output
+    assert "adapt" in printed and "full" not in printed
 
 
 def test_a_sweep_goes_on_until_the_best_is_inside() -> None:
