@@ -20,7 +20,7 @@ from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
 from scale_surgery.evidence.evaluate_models import MeasuredRow, Meter, Score
-from scale_surgery.evidence.evaluate_settings import USUAL, EvaluationSettings
+from scale_surgery.evidence.evaluate_settings import EvaluationSettings
 from scale_surgery.evidence.forgetting_limit import ForgettingLimit, limit_of
 from scale_surgery.evidence.probe_file import EncodedProbes, Probe, encode_probes, read_probes
 from scale_surgery.evidence.rehearsed import rehearsed_texts
@@ -77,7 +77,7 @@ def evaluate(
     old: str | Path | Sequence[str | Path] = (),
     new: str | Path | Sequence[str | Path] = (),
     *,
-    settings: EvaluationSettings = USUAL,
+    settings: EvaluationSettings = EvaluationSettings(),
     run: RunOptions = RunOptions(),
     revision: str | None = None,
     track: Track = no_track,

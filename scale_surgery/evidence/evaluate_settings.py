@@ -36,6 +36,3 @@ class EvaluationSettings:
     run_python: bool = False
     python_seconds: Annotated[float, Range(above=0)] = 10.0
     max_forgetting: Annotated[float, Range(least=0)] | None = None
-
-
-USUAL = EvaluationSettings()
