@@ -26,13 +26,7 @@ for line in sys.stdin:
     if status := os.waitpid(child, 0)[1]:
         sys.exit(f"{' '.join(words)}: ended with {os.waitstatus_to_exitcode(status)}")
 """
-# what derives facts of a base, what copies tensors, and what knows routers
-SHORT = """
-expand BASE --layers 2-3 -o one
-extract one -o law
-route-export one -o routed
-"""
-LONG = """
+JOB = """
 expand BASE --layers 2-3 -o one
 verify one
 plan one --name law --layers 2-3
@@ -54,11 +48,11 @@ strip both -o stripped
 """
 
 
-@pytest.mark.parametrize("job", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
-def test_every_command_runs_as_the_first_of_its_process(tmp_path: Path, job: str) -> None:
+@pytest.mark.slow
+def test_every_command_runs_as_the_first_of_its_process(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(biography(person, 0) for person in people(12)), encoding="utf-8")
     (tmp_path / "tokens.txt").write_text("surgery\n", encoding="utf-8")
-    lines = [[str(SHIPPED_MODEL) if word == "BASE" else word for word in line.split()] for line in job.split("\n")]
+    lines = [[str(SHIPPED_MODEL) if word == "BASE" else word for word in line.split()] for line in JOB.split("\n")]
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS],
         input="\n".join(json.dumps([*words, "-q"]) for words in lines if words),
