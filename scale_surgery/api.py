@@ -2,6 +2,9 @@
 
 from importlib.metadata import version
 
+from scale_surgery.comparing.compare import compare
+from scale_surgery.comparing.comparison import Comparison
+from scale_surgery.comparing.settings import CompareSettings
 from scale_surgery.deriving.planned import load_plan, plan
 from scale_surgery.errors import (
     CheckpointError,
@@ -73,6 +76,8 @@ __all__ = [
     "CalibrationSettings",
     "CheckpointError",
     "ChosenTokens",
+    "CompareSettings",
+    "Comparison",
     "Composed",
     "CosineRouter",
     "DataError",
@@ -123,6 +128,7 @@ __all__ = [
     "__version__",
     "adopt",
     "apply",
+    "compare",
     "compose",
     "evaluate",
     "expand",

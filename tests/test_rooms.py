@@ -39,6 +39,7 @@ ROOMS = [
     "hub",
     "show",
     "learning",
+    "comparing",
     "api",
     "demo",
     "cli",

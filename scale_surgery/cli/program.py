@@ -17,6 +17,7 @@ SUMMARIES = {
     "adopt": "Convert the checkpoint of another trainer to an expanded model.",
     "apply": "Add extracted new tensors to their base model.",
     "chat": "Talk to a model, and see the path of each token.",
+    "compare": "Compare methods on your own model and text.",
     "compose": "Combine many expansions of one base into one model.",
     "demo": "Run every step on the small model of the package.",
     "evaluate": "Measure forgetting and learning of models.",

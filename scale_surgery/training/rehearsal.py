@@ -12,10 +12,11 @@ router's promise; its effect is only measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +67,25 @@ def make_rehearsal(sequences: Sequences | None, settings: TrainingSettings) -> R
     return Rehearsal(sequences, settings.rehearsed_rows, settings.rehearsal_weight, settings.seed)
 
 
-def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor], tail: Tail | None = None) -> Tensor:
+class BaseModel(NamedTuple):
+    """The base that a model is kept close to.
+
+    Attributes:
+        model: The model that computes its predictions, as it is wrapped.
+        inside: The same, unwrapped.
+        alone: Disables inside a `with` block what was added to it.
+        tail: Its modules that compute logits in pieces.
+    """
+
+    model: Any
+    inside: Any
+    alone: Callable[[], AbstractContextManager[Any]]
+    tail: Tail | None
+
+
+def divergence_from_base(
+    model: Any, inside: Any, batch: dict[str, Tensor], tail: Tail | None = None, base: BaseModel | None = None
+) -> Tensor:
     """Return KL(base || model) over the next token, a mean over the tokens of a batch.
 
     Args:
@@ -74,15 +93,20 @@ def divergence_from_base(model: Any, inside: Any, batch: dict[str, Tensor], tail
         inside: The unwrapped model.
         batch: Its inputs.
         tail: Modules that compute logits in pieces; None to compute those of all tokens at once.
+        base: Its base. Default: the base inside an expanded model.
     """
-    if tail is not None:
-        return divergence_in_pieces(model, inside, batch, tail)
-    base, logits = logits_beside_base(model, inside, batch)
-    return divergence(logits, base, batch["attention_mask"])
+    base = base or BaseModel(model, inside, partial(expansion_disabled, inside), tail)
+    if tail is not None and base.tail is not None:
+        return divergence_in_pieces(model, inside, batch, (tail, base.tail), base)
+    wanted, logits = logits_beside_base(model, inside, batch, base)
+    return divergence(logits, wanted, batch["attention_mask"])
 
 
-def divergence_in_pieces(model: Any, inside: Any, batch: dict[str, Tensor], tail: Tail) -> Tensor:
-    """Return the same mean, computed from the logits of some tokens at a time."""
+def divergence_in_pieces(
+    model: Any, inside: Any, batch: dict[str, Tensor], tails: tuple[Tail, Tail], base: BaseModel
+) -> Tensor:
+    """Return the same mean, computed from the logits of some tokens at a time, by the tails of model and base."""
+    tail, tail_of_base = tails
     mask = batch["attention_mask"].bool()
     # a router needs all tokens at their positions
     wanted = mask if getattr(getattr(inside, "choice", None), "router", None) is None else None
@@ -98,11 +122,11 @@ def divergence_in_pieces(model: Any, inside: Any, batch: dict[str, Tensor], tail
         def loss_of(part: Tensor, positions: slice) -> Tensor:
             logits = pieces.logits(part, positions)
             if beside:
-                with torch.no_grad(), expansion_disabled(inside):
-                    base = beside[0].logits(beside[0].hidden[:, positions], positions)
+                with torch.no_grad(), base.alone():
+                    expected = beside[0].logits(beside[0].hidden[:, positions], positions)
             else:
-                base, logits = logits.chunk(2)
-            rows = [tensor[kept[:, positions]] for tensor in (logits, base.detach())]
+                expected, logits = logits.chunk(2)
+            rows = [tensor[kept[:, positions]] for tensor in (logits, expected.detach())]
             # a piece of padding alone has no mean
             return Divergence.apply(*rows) * (len(rows[0]) / total) if len(rows[0]) else total.new_zeros(())
 
@@ -112,8 +136,9 @@ def divergence_in_pieces(model: Any, inside: Any, batch: dict[str, Tensor], tail
         with answering_both(inside), in_pieces(inside, tail, batch, wanted, finish):
             loss: Tensor = model(**batch, use_cache=False)["loss"]
         return loss
-    with torch.no_grad(), evaluating(inside), expansion_disabled(inside), in_pieces(inside, tail, batch, wanted, keep):
-        model(**batch, use_cache=False)
+    at_base = in_pieces(base.inside, tail_of_base, batch, wanted, keep)
+    with torch.no_grad(), evaluating(base.inside), base.alone(), at_base:
+        base.model(**batch, use_cache=False)
     with in_pieces(inside, tail, batch, wanted, finish):
         loss = model(**batch, use_cache=False)["loss"]
     return loss
@@ -128,15 +153,15 @@ def divergence(logits: Tensor, base: Tensor, mask: Tensor) -> Tensor:
     return mean
 
 
-def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def logits_beside_base(model: Any, inside: Any, batch: dict[str, Tensor], base: BaseModel) -> tuple[Tensor, Tensor]:
     """Return the logits of the base, without gradient, and of the model; from one forward pass if possible."""
     if carries_base_logits(inside):
         with answering_both(inside):
-            base, logits = model(**batch, use_cache=False).logits.chunk(2)
-        return base.detach(), logits
-    with torch.no_grad(), evaluating(inside), expansion_disabled(inside):
-        base = model(**batch, use_cache=False).logits
-    return base, model(**batch, use_cache=False).logits
+            wanted, logits = model(**batch, use_cache=False).logits.chunk(2)
+        return wanted.detach(), logits
+    with torch.no_grad(), evaluating(base.inside), base.alone():
+        wanted = base.model(**batch, use_cache=False).logits
+    return wanted, model(**batch, use_cache=False).logits
 
 
 def carries_base_logits(model: Any) -> bool:

@@ -82,6 +82,7 @@ class Section:
     tables: Sequence[HeatTable] = ()
     sentence: str = ""
     cells: Cells | None = None
+    is_wide: bool = False
 
     @property
     def has_content(self) -> bool:

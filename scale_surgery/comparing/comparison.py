@@ -1,0 +1,165 @@
+"""The result of a comparison, which is also its record in compare.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from scale_surgery.comparing.settings import CompareSettings
+from scale_surgery.running.loss import Measurement
+
+# a method counts as learning as much as the best one from this share of its learning on
+ENOUGH = 0.9
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Scores on held-out old and new text."""
+
+    old: Measurement
+    new: Measurement
+
+    @property
+    def is_finite(self) -> bool:
+        """True if both losses are numbers."""
+        return abs(self.old.nats + self.new.nats) < float("inf")
+
+    @property
+    def total(self) -> float:
+        """Nats per token of old text plus those of new text; infinity if training diverged."""
+        return self.old.nats_per_token + self.new.nats_per_token if self.is_finite else float("inf")
+
+
+@dataclass(frozen=True)
+class Try:
+    """A learning rate that was tried on a share of the tokens, with losses on text that is not measured at the end."""
+
+    method: str
+    rate: float
+    losses: Losses
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method that was trained with all tokens.
+
+    Attributes:
+        method: Its name.
+        rate: Its peak learning rate, the best of those that were tried.
+        is_edge: True if the best rate is the lowest or the highest that was tried.
+        rehearses: True if it stays close to the base on own samples.
+        parameters: Trained parameters.
+        step_seconds: Median of the seconds of a step.
+        peak_bytes: Most memory while it trained, weights included.
+        served_bytes: Bytes of the weights that are served, in the dtype of the base.
+        token_seconds: Seconds for a token of an answer, with batch size 1.
+        losses: Losses on held-out text.
+    """
+
+    method: str
+    rate: float
+    is_edge: bool
+    rehearses: bool
+    parameters: int
+    step_seconds: float
+    peak_bytes: int
+    served_bytes: int
+    token_seconds: float
+    losses: Losses
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A method that cannot be used with this model, and why."""
+
+    method: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a comparison takes.
+
+    Attributes:
+        steps: Optimizer steps of each method.
+        passes: Passes over the text.
+        sampled_tokens: Tokens that the base writes.
+        seconds: Estimated seconds of all methods that are left, from the speed of a few steps of the base.
+    """
+
+    steps: int
+    passes: float
+    sampled_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base: what it scores, and what serving it takes."""
+
+    losses: Losses
+    parameters: int
+    served_bytes: int
+    token_seconds: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods side by side.
+
+    Attributes:
+        model: The base.
+        settings: Settings that all methods share.
+        read: Stamps of the texts.
+        base: The base; None until it is measured.
+        tries: Learning rates that were tried.
+        rows: Methods that are done.
+        refused: Methods that this model cannot be trained with.
+        seconds: Seconds of all runs of the command.
+    """
+
+    model: str
+    settings: CompareSettings
+    read: Mapping[str, Any]
+    base: Base | None = None
+    tries: tuple[Try, ...] = ()
+    rows: tuple[Row, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    seconds: float = 0.0
+    format: Literal[1] = 1
+
+    @property
+    def left(self) -> Iterator[str]:
+        """Yield the methods that are still to be trained."""
+        done = {row.method for row in self.rows} | {one.method for one in self.refused}
+        return (name for name in self.settings.methods if name not in done)
+
+    def adding(self, entry: Try | Row | Refused) -> Comparison:
+        """Return the comparison with one more entry."""
+        if isinstance(entry, Try):
+            return replace(self, tries=(*self.tries, entry))
+        if isinstance(entry, Row):
+            return replace(self, rows=(*self.rows, entry))
+        return replace(self, refused=(*self.refused, entry))
+
+    def learning(self, row: Row) -> float:
+        """Return the base's nats per token on new text minus those of a row."""
+        return 0.0 - row.losses.new.loss_against(self._base.losses.new)
+
+    def forgetting(self, row: Row) -> float:
+        """Return the nats per token of a row on old text minus the base's."""
+        return row.losses.old.loss_against(self._base.losses.old)
+
+    @property
+    def choice(self) -> Row | None:
+        """Return the row that forgot least of those that learned nearly as much as the best; None if none learned."""
+        finite = [row for row in self.rows if row.losses.is_finite]
+        best = max(map(self.learning, finite), default=0.0)
+        enough = [row for row in finite if best > 0 and self.learning(row) >= ENOUGH * best]
+        return min(enough, key=self.forgetting, default=None)
+
+    @property
+    def _base(self) -> Base:
+        assert self.base is not None, "the base is measured before any method"
+        return self.base

@@ -1,0 +1,51 @@
+"""Settings of a comparison, with their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
+
+from scale_surgery.evidence.rehearsed import ITSELF
+from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength
+from scale_surgery.training.settings import AboveZero, TrainingSettings
+
+MethodName = Literal["full", "lora", "osf", "preserve", "adapt", "gated", "grow", "routed"]
+METHOD_NAMES: tuple[MethodName, ...] = get_args(MethodName)
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """Settings that all methods of a comparison share.
+
+    Attributes:
+        methods: Methods to compare. full: fine-tune all parameters. lora: adapters of PEFT on all linear layers of
+            MLPs. osf: orthogonal subspace fine-tuning of PEFT. preserve, adapt, gated, grow: expansions. routed: adapt
+            without rehearsal, with a router.
+        tokens: Tokens that each method learns. A shorter text is read again.
+        rates: Learning rates that are tried for each method, on a twelfth of the tokens: the middle one, a
+            quarter of it, and four times as much.
+        sequence_length: Tokens in a sequence. Default: the model's context length, at most 512.
+        batch_size: Sequences in one optimizer step.
+        rank: Rank of the adapters (lora).
+        rehearsal_weight: Weight of the divergence from the base on text that it sampled.
+        seed: Seed of all random numbers.
+    """
+
+    methods: tuple[MethodName, ...] = METHOD_NAMES
+    tokens: Count = 100_000
+    rates: Annotated[int, Range(least=1, most=3)] = 3
+    sequence_length: SequenceLength | None = None
+    batch_size: Count = 8
+    rank: Count = field(default=32, metadata=NO_OPTION)
+    rehearsal_weight: AboveZero = field(default=1.0, metadata=NO_OPTION)
+    seed: Seed = 0
+
+    def training(self, length: int) -> TrainingSettings:
+        """Return the settings of training that the methods share, with rehearsal of own samples."""
+        return TrainingSettings(
+            sequence_length=length,
+            batch_size=self.batch_size,
+            rehearse=(ITSELF,),
+            rehearsal_weight=self.rehearsal_weight,
+            seed=self.seed,
+        )

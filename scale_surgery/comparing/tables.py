@@ -1,0 +1,87 @@
+"""A comparison as tables and sentences, for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from scale_surgery.comparing.comparison import ENOUGH
+from scale_surgery.show.layout import Facts, NamedRows, sentence
+from scale_surgery.show.log_lines import format_left
+from scale_surgery.show.tables import format_bytes, format_count, format_nats, format_seconds
+
+if TYPE_CHECKING:
+    from scale_surgery.comparing.comparison import Comparison, Forecast, Row
+
+LOSSES = ("learned", "forgot", "rate")
+COSTS = ("trained", "step", "memory", "served", "token")
+
+
+def render_forecast(forecast: Forecast) -> RenderableType:
+    """Render what a comparison takes, before it starts."""
+    rows = [
+        ("each method", f"{forecast.steps:,} steps, {forecast.passes:.1f} passes over the text"),
+        ("to sample", f"{format_count(forecast.sampled_tokens)} tokens from the base"),
+        ("time", f"about {format_left(forecast.seconds)}, by the speed of the base"),
+    ]
+    return Facts("to do", rows)
+
+
+def losses_of(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    """Yield the name of each method with what it learned and forgot, in nats per token, and its rate."""
+    for row in comparison.rows:
+        yield (
+            row.method,
+            f"{format_nats(comparison.learning(row))}",
+            f"{format_nats(comparison.forgetting(row))}",
+            f"{row.rate:g}{' (edge)' * row.is_edge}",
+        )
+
+
+def costs_of(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    """Yield what the base and each method take."""
+    if (base := comparison.base) is not None:
+        yield "base", "", "", "", format_bytes(base.served_bytes), f"{1000 * base.token_seconds:.0f} ms"
+    for row in comparison.rows:
+        yield (
+            row.method,
+            format_count(row.parameters),
+            f"{row.step_seconds:.2f} s",
+            format_bytes(row.peak_bytes),
+            format_bytes(row.served_bytes),
+            f"{1000 * row.token_seconds:.0f} ms",
+        )
+
+
+def advice(comparison: Comparison) -> str:
+    """Return a sentence on the method to take."""
+    row = comparison.choice
+    if row is None:
+        return "No method learned the new text: give --tokens a higher number, or look at the text."
+    learned, forgot = comparison.learning(row), comparison.forgetting(row)
+    best = max((one for one in comparison.rows if one.losses.is_finite), key=comparison.learning)
+    beside = "It learned most too" if best is row else f"Most was learned by {best.method}, {_change(comparison, best)}"
+    return (
+        f"Take {row.method}: of the methods that learned at least {ENOUGH:.0%} of the most, it forgot least "
+        f"({learned:.3f} nats per token learned, {forgot:.3f} forgotten). {beside}. One seed: differences that small "
+        "changes of the text or the seed would make are not known."
+    )
+
+
+def _change(comparison: Comparison, row: Row) -> str:
+    return f"{comparison.learning(row):.3f} learned and {comparison.forgetting(row):.3f} forgotten"
+
+
+def render_comparison(comparison: Comparison) -> RenderableType:
+    """Render the result: what was learned and forgotten, what it takes, and what to take."""
+    losses, costs = NamedRows(LOSSES, name="nats per token"), NamedRows(COSTS, name="costs")
+    for cells in losses_of(comparison):
+        losses.add_row(*cells)
+    for cells in costs_of(comparison):
+        costs.add_row(*cells)
+    refused = [sentence(f"{one.method}: not done. {one.reason}", "yellow") for one in comparison.refused]
+    took = sentence(f"took {format_seconds(comparison.seconds)}", "dim")
+    return Group(losses, Text(), costs, *refused, Text(), sentence(advice(comparison)), took)

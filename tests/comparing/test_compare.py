@@ -1,0 +1,179 @@
+"""compare: the same budget for each method, by PEFT's own code and by expansions; what stops goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+
+from scale_surgery import CompareSettings, Comparison, compare
+from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, biography, people
+from scale_surgery.checkpoint.records import read_record
+from scale_surgery.checkpoint.sources import find_source
+from scale_surgery.comparing.compare import PAGE, RECORD, CompareStart
+from scale_surgery.comparing.comparison import Base, Losses, Row
+from scale_surgery.comparing.methods import METHODS, Place
+from scale_surgery.comparing.tables import advice
+from scale_surgery.errors import CheckpointError, PlanError, TrainingError
+from scale_surgery.running.loss import Measurement
+from scale_surgery.running.options import RunOptions
+from scale_surgery.training.chunked_loss import find_pieces
+from scale_surgery.training.rehearsal import BaseModel, divergence_from_base
+from tests.command import run
+
+SETTINGS = CompareSettings(methods=("lora", "preserve"), tokens=512, rates=1, sequence_length=64, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("texts")
+    groups = {"new": people(8, start=SHIPPED_PEOPLE), "old": people(8)}
+    for side, group in groups.items():
+        rows = [json.dumps({"text": biography(person, style)}) for person in group for style in range(4)]
+        (place / f"{side}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return {side: place / f"{side}.jsonl" for side in groups}
+
+
+@pytest.fixture(scope="module")
+def done(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
+    folder = tmp_path_factory.mktemp("compared") / "out"
+    return compare(SHIPPED_MODEL, texts["new"], texts["old"], folder, SETTINGS), folder
+
+
+def losses_of(comparison: Comparison) -> list[tuple[str, Losses]]:
+    return [(row.method, row.losses) for row in comparison.rows]
+
+
+def test_each_method_learns_and_is_recorded(done: tuple[Comparison, Path]) -> None:
+    comparison, folder = done
+    assert [row.method for row in comparison.rows] == ["lora", "preserve"] and not comparison.refused
+    assert all(comparison.learning(row) > 0 for row in comparison.rows)
+    assert read_record(json.loads((folder / RECORD).read_text()), Comparison) == comparison
+    lora, preserve = comparison.rows
+    assert comparison.base is not None
+    assert lora.served_bytes == comparison.base.served_bytes < preserve.served_bytes
+    page = (folder / PAGE).read_text(encoding="utf-8")
+    assert advice(comparison).split(":")[0] in page and "data:image/svg+xml" in page
+
+
+def test_an_interrupted_comparison_continues_to_the_same_numbers(
+    done: tuple[Comparison, Path], texts: dict[str, Path], tmp_path: Path
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    arguments: Any = (SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", SETTINGS)
+    with pytest.raises(TrainingError) as stopped:
+        compare(*arguments, start=CompareStart(ends=stop))
+    assert stopped.value.problems[0].code == "comparison-interrupted"
+    kept = read_record(json.loads((tmp_path / "out" / RECORD).read_text()), Comparison)
+    assert [row.method for row in kept.rows] == ["lora"]
+    ended: list[str] = []
+    again = compare(*arguments, start=CompareStart(ends=lambda row, _: ended.append(row.method)))
+    assert ended == ["preserve"]
+    assert losses_of(again) == losses_of(done[0])
+    with pytest.raises(CheckpointError) as other:
+        compare(*arguments[:-1], replace(SETTINGS, seed=1))
+    assert other.value.problems[0].code == "comparison-of-other-settings"
+
+
+@pytest.mark.slow
+def test_another_seed_gives_other_numbers(
+    done: tuple[Comparison, Path], texts: dict[str, Path], tmp_path: Path
+) -> None:
+    """The control of the equality above."""
+    other = compare(SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", replace(SETTINGS, seed=1))
+    assert losses_of(other) != losses_of(done[0])
+
+
+@pytest.mark.slow
+def test_all_methods_on_the_command_line(texts: dict[str, Path], tmp_path: Path) -> None:
+    options = ("--tokens", "512", "--rates", "2", "--sequence-length", "64", "--batch-size", "4", "--json")
+    line = ("compare", SHIPPED_MODEL, "--data", texts["new"], "--old", texts["old"], "-o", tmp_path / "out", *options)
+    result = run(*map(str, line))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["method"] for row in rows] == list(METHODS)
+    assert all(row["is_edge"] for row in rows), "two rates: either is at an edge"
+
+
+@pytest.mark.slow
+def test_a_method_that_does_not_fit_is_left_out_and_the_others_go_on(texts: dict[str, Path], tmp_path: Path) -> None:
+    """An MLP of a mixture has no linear layer of its own, to which PEFT could add an adapter."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    mixture = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8}
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes, **mixture)
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    settings = replace(SETTINGS, methods=("lora", "preserve"), tokens=64)
+    comparison = compare(base, texts["new"], texts["old"], tmp_path / "out", settings)
+    assert [one.method for one in comparison.refused] == ["lora"]
+    assert [row.method for row in comparison.rows] == ["preserve"]
+
+
+def test_peft_is_needed_for_its_methods_alone(
+    texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError) as refused:
+        compare(SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", SETTINGS)
+    (problem,) = refused.value.problems
+    assert problem.code == "peft-missing" and problem.values["names"] == ["lora"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["lora", "adapt"])
+def test_own_samples_pull_to_the_base_however_it_is_computed(name: str, tmp_path: Path) -> None:
+    """The base inside a model, and a second copy of it, give one divergence; another model does not."""
+    place = Place.open(find_source(str(SHIPPED_MODEL), None), tmp_path, SETTINGS, RunOptions())
+    ids = torch.arange(3, 43).reshape(2, 20)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with METHODS[name].make(place) as made, place.base() as copy:
+        with torch.no_grad():
+            for parameter in made.model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+        tail, tail_of_copy = find_pieces(made.model, made.inside, batch), find_pieces(copy, copy, batch)
+        inside = BaseModel(made.model, made.inside, made.alone, tail)
+        beside = BaseModel(copy, copy, nullcontext, tail_of_copy)
+        own, other = (divergence_from_base(made.model, made.inside, batch, tail, base) for base in (inside, beside))
+        whole = divergence_from_base(made.model, made.inside, batch, None, inside._replace(tail=None))
+        assert own > 0 and torch.equal(own, other)
+        torch.testing.assert_close(own, whole)
+        with torch.no_grad():
+            copy.get_input_embeddings().weight.mul_(1.1)
+        assert not torch.equal(divergence_from_base(made.model, made.inside, batch, tail, beside), own), "the control"
+
+
+def compared(*rows: tuple[str, float, float]) -> Comparison:
+    """A comparison of methods by what they learned and forgot."""
+
+    def losses(learned: float, forgot: float) -> Losses:
+        return Losses(Measurement(100 * (3 + forgot), 100, 0, 0), Measurement(100 * (4 - learned), 100, 0, 0))
+
+    made = tuple(Row(name, 1e-3, False, True, 1, 1.0, 1, 1, 1.0, losses(*score)) for name, *score in rows)
+    return Comparison("base", SETTINGS, {}, Base(losses(0, 0), 1, 1, 1.0), rows=made)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chosen"),
+    [
+        ([("full", 1.0, 0.5), ("adapt", 0.95, 0.1), ("preserve", 0.5, 0.0)], "adapt"),
+        ([("full", 1.0, 0.5), ("adapt", 0.85, 0.1)], "full"),
+        ([("full", 1.0, float("nan")), ("adapt", 0.5, 0.1)], "adapt"),
+        ([("full", -0.1, 0.5)], None),
+    ],
+)
+def test_what_forgot_least_of_what_learned_nearly_most_is_taken(rows: list[Any], chosen: str | None) -> None:
+    comparison = compared(*rows)
+    assert (None if comparison.choice is None else comparison.choice.method) == chosen
+    assert advice(comparison).startswith("No method" if chosen is None else f"Take {chosen}:")
