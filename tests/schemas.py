@@ -155,9 +155,9 @@ def results() -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS = """
-    adopt apply compose evaluate expand extract generate hold-out inspect learn merge plan push rank-layers report
-    route-calibrate route-export route-report strip train verify
-""".split()  # noqa: SIM905  (twenty words)
+    adopt apply compare compose evaluate expand extract generate hold-out inspect learn merge plan push rank-layers
+    report route-calibrate route-export route-report strip train verify
+""".split()  # noqa: SIM905  (a list of words)
 
 
 def schema_of(kind: Any, title: str, mode: JsonSchemaMode = "serialization") -> dict[str, Any]:

@@ -122,6 +122,7 @@ def test_what_every_command_prints_fits_its_schema(place: Path) -> None:
         "compose biographies blocks --names law -o composed",
         "strip routed -o base",
         "hold-out new.jsonl -o held",
+        "compare biographies --data new.jsonl --old old.jsonl --methods lora,routed --tokens 64 --rates 1 -o compared",
         "learn biographies --data new.jsonl --old old.jsonl --layers last:1 --steps 2 -o job",
     )
     assert {line.split()[0] for line in lines} == {*COMMANDS} - NOT_RUN

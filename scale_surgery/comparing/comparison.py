@@ -79,7 +79,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a comparison takes.
+    """The steps, samples and seconds of a comparison.
 
     Attributes:
         steps: Optimizer steps of each method.
@@ -96,7 +96,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Base:
-    """The base: what it scores, and what serving it takes."""
+    """The scores of the base, and what serving it takes."""
 
     losses: Losses
     parameters: int

@@ -57,7 +57,8 @@ class Place:
         """Return the bytes of a model's weights, stored as those of the base are."""
         stored = self.checkpoint.tensors.values()
         size = sum(info.bytes for info in stored) / sum(math.prod(info.shape) for info in stored)
-        return round(size * sum(parameter.numel() for parameter in model.parameters()))
+        parameters: int = sum(parameter.numel() for parameter in model.parameters())
+        return round(size * parameters)
 
     @contextmanager
     def base(self) -> Iterator[Any]:
@@ -91,7 +92,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to learn.
+    """A way to learn.
 
     Attributes:
         make: Makes its model.

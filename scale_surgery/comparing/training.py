@@ -32,7 +32,7 @@ WARM_UP = 0.06
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a method learns: sequences, own samples of the base or None, and the number of steps."""
+    """Texts to learn, own samples of the base or None, and the number of steps."""
 
     texts: Sequences
     rehearsal: Rehearsal | None

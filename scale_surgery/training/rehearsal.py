@@ -83,6 +83,11 @@ class BaseModel(NamedTuple):
     tail: Tail | None
 
 
+def base_inside(model: Any, inside: Any, tail: Tail | None = None) -> BaseModel:
+    """Return the base inside an expanded model."""
+    return BaseModel(model, inside, partial(expansion_disabled, inside), tail)
+
+
 def divergence_from_base(
     model: Any, inside: Any, batch: dict[str, Tensor], tail: Tail | None = None, base: BaseModel | None = None
 ) -> Tensor:
@@ -95,7 +100,7 @@ def divergence_from_base(
         tail: Modules that compute logits in pieces; None to compute those of all tokens at once.
         base: Its base. Default: the base inside an expanded model.
     """
-    base = base or BaseModel(model, inside, partial(expansion_disabled, inside), tail)
+    base = base or base_inside(model, inside, tail)
     if tail is not None and base.tail is not None:
         return divergence_in_pieces(model, inside, batch, (tail, base.tail), base)
     wanted, logits = logits_beside_base(model, inside, batch, base)

@@ -47,6 +47,7 @@ from scale_surgery.training.base_samples import (
 from scale_surgery.training.rehearsal import (
     Divergence,
     Rehearsal,
+    base_inside,
     carries_base_logits,
     divergence_from_base,
     logits_beside_base,
@@ -137,7 +138,7 @@ def test_the_logits_of_the_base_stream_are_those_of_the_base(pair_of, tmp_path, 
     model = load(expanded, dtype=dtype).train()
     batch = {"input_ids": torch.randint(3, 97, (3, 7)), "attention_mask": torch.ones(3, 7, dtype=torch.long)}
     assert carries_base_logits(model)
-    stream_logits, ours = logits_beside_base(model, model, batch)
+    stream_logits, ours = logits_beside_base(model, model, batch, base_inside(model, model))
     with torch.no_grad(), expansion_disabled(model):
         base = model(**batch).logits
     alone = model(**batch).logits
