@@ -13,7 +13,6 @@ measured at the end. A method is recorded when it is done, and the same command 
 from __future__ import annotations
 
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.file_stat import take_stamps
-from scale_surgery.checkpoint.files import plain_json, write_json
+from scale_surgery.checkpoint.files import UNFINISHED, plain_json, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.sources import find_source, listed
-from scale_surgery.checkpoint.staging import check_target
 from scale_surgery.comparing.comparison import Base, Comparison, Forecast, Losses, Refused, Row, Try
 from scale_surgery.comparing.settings import METHOD_NAMES, CompareSettings
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError, TrainingError, problems_of
@@ -44,6 +42,7 @@ from scale_surgery.learning.hold_out import (
     part_file,
     text_files,
 )
+from scale_surgery.learning.job_record import check_job_folder, clear_folder
 from scale_surgery.progress import Steps, Track, no_track
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.options import RunOptions
@@ -56,6 +55,8 @@ if TYPE_CHECKING:
     from scale_surgery.text.sequences import Sequences
 
 RECORD, PAGE, SAMPLES, LOCK = "compare.json", "compare.html", "samples.jsonl", "compare"
+# files before compare.json: the lock, and compare.json half written
+BEFORE = (f".{LOCK}.lock", UNFINISHED)
 TEXTS = {"new": "texts-new", "old": "texts-old"}
 # share of the steps on which a rate is tried, and the fewest; factors between the rates
 TRIED, FEWEST, FACTORS = 1 / 12, 8, (1.0, 1 / 4, 4.0)
@@ -125,6 +126,8 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(folder / LOCK, called=folder):
+            if start.overwrite:
+                clear_folder(folder, (RECORD, *BEFORE))
             return _Job(folder, begun, files, start, run, track).run_all()
     except KeyboardInterrupt as error:
         raise TrainingError(Problem("comparison-interrupted", folder)) from error
@@ -142,12 +145,10 @@ def _begin(
 ) -> Comparison:
     """Return the record of an earlier run of the same command, or a new one."""
     every = [name for side in files.values() for name in side]
-    check_places = [*([Path(model)] if Path(model).exists() else []), *paths_of(every)]
+    check_job_folder(folder, RECORD, BEFORE, {str(path): path for path in (Path(model), *paths_of(every))})
     stamps = {str(file): asdict(stamp) for file, stamp in take_stamps(text_files(every)).items()}
     new = Comparison(model, settings, plain_json(stamps))
-    if not (folder / RECORD).is_file():
-        check_target(folder, check_places, overwrite=overwrite)
-    elif not overwrite:
+    if (folder / RECORD).is_file() and not overwrite:
         try:
             before = read_record(read_json(folder / RECORD), Comparison)
         except ValueError as error:
@@ -155,8 +156,6 @@ def _begin(
         if (before.model, before.settings, before.read) != (new.model, new.settings, new.read):
             raise CheckpointError(Problem("comparison-of-other-settings", folder))
         return before
-    if folder.exists():
-        shutil.rmtree(folder)
     return new
 
 

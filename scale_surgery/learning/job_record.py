@@ -5,6 +5,8 @@ A stage is recorded after its outputs are complete.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, Literal
 from scale_surgery.checkpoint.files import plain_json, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.records import read_record
+from scale_surgery.checkpoint.staging import touches
 from scale_surgery.errors import CheckpointError, Problem, problems_of
 from scale_surgery.learning.recipe import Recipe, differences
 from scale_surgery.learning.stages import Kept, Stage, Work
@@ -35,6 +38,49 @@ class Record:
         """Write it, whole or not at all."""
         content = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "file"}
         write_json(self.file, plain_json(content))
+
+
+def check_job_folder(folder: Path, record: str, before: tuple[str, ...], inputs: Mapping[str, Path]) -> None:
+    """Check that a folder is new, empty or of a job, and is no input.
+
+    Args:
+        folder: The folder.
+        record: Name of the file that a job keeps there.
+        before: How the names of files begin that are there before it.
+        inputs: Paths that the job reads, by their names.
+    """
+    problems = []
+    if folder.exists() and not folder.is_dir():
+        problems.append(Problem("output-is-file", folder))
+    elif (
+        folder.is_dir()
+        and not (folder / record).is_file()
+        and any(not path.name.startswith(before) for path in folder.iterdir())
+    ):
+        problems.append(Problem("output-no-job", folder, record=record))
+    problems += [
+        Problem("output-touches-input", folder, input=given)
+        for given, path in inputs.items()
+        if path.exists() and touches(folder, path)
+    ]
+    place = folder.resolve()
+    parent = next(existing for existing in (place, *place.parents) if existing.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        problems.append(Problem("output-closed", folder, parent=parent))
+    if problems:
+        raise CheckpointError(*problems)
+
+
+def clear_folder(folder: Path, kept: tuple[str, ...]) -> None:
+    """Remove the files of another job; names that begin with one of `kept` stay."""
+    for path in folder.iterdir():
+        if not path.name.startswith(kept):
+            remove(path)
+
+
+def remove(output: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    shutil.rmtree(output) if output.is_dir() and not output.is_symlink() else output.unlink(missing_ok=True)
 
 
 def take_up(record: Record, recipe: Recipe) -> Record:

@@ -12,8 +12,6 @@ another job has to go: so a folder that was left at any moment is known again.
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,7 +26,6 @@ from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import Source, find_beside_weights, open_model
-from scale_surgery.checkpoint.staging import touches
 from scale_surgery.deriving.base import read_base
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem, SurgeryError, TrainingError
@@ -36,7 +33,15 @@ from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
 from scale_surgery.learning.hold_out import text_files
-from scale_surgery.learning.job_record import Record, check_there, gone_since, take_up
+from scale_surgery.learning.job_record import (
+    Record,
+    check_job_folder,
+    check_there,
+    clear_folder,
+    gone_since,
+    remove,
+    take_up,
+)
 from scale_surgery.learning.learned import Learned, StageDone, rows_of, warnings_of
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.recipe import PRESET, Recipe, make_recipe, values_of
@@ -146,7 +151,7 @@ def prepare(
     started, folder = time.monotonic() if started is None else started, Path(output)
     _check_processes(recipe)
     _check_settings(recipe)
-    _check_folder(folder, recipe, overwrite=overwrite)
+    check_job_folder(folder, JOB_FILE, BEFORE, inputs_of(recipe))
     read = _stamp_texts(recipe)
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
     if record.file.is_file() and not overwrite:
@@ -241,15 +246,9 @@ def _write_record(job: Job) -> None:
 
 def _clear(record: Record) -> None:
     """Remove the files of another job; until then the record says that they have to go."""
-    for path in record.file.parent.iterdir():
-        if path != record.file and not path.name.startswith(BEFORE):
-            _remove(path)
+    clear_folder(record.file.parent, (JOB_FILE, *BEFORE))
     record.clears = False
     record.write()
-
-
-def _remove(output: Path) -> None:
-    shutil.rmtree(output) if output.is_dir() and not output.is_symlink() else output.unlink(missing_ok=True)
 
 
 def _do(stage: Stage, job: Job, track: Track) -> Any:
@@ -257,7 +256,7 @@ def _do(stage: Stage, job: Job, track: Track) -> Any:
     record, started = job.record, time.monotonic()
     call = stage.call(record.kept)
     if stage.renews:
-        _remove(stage.output)
+        remove(stage.output)
     try:
         result = stage.run(call, track)
         kept = stage.keep(result)
@@ -343,30 +342,6 @@ def _check_settings(recipe: Recipe) -> None:
         problems.append(Problem("routed-before-router", "training.routed"))
     if problems:
         raise PlanError(*problems)
-
-
-def _check_folder(folder: Path, recipe: Recipe, *, overwrite: bool) -> None:
-    """Check that a folder is new, empty or of a job, and is no input."""
-    problems = []
-    if folder.exists() and not folder.is_dir():
-        problems.append(Problem("output-is-file", folder))
-    elif (
-        folder.is_dir()
-        and not (folder / JOB_FILE).is_file()
-        and any(not path.name.startswith(BEFORE) for path in folder.iterdir())
-    ):
-        problems.append(Problem("output-no-job", folder))
-    problems += [
-        Problem("output-touches-input", folder, input=given)
-        for given, path in inputs_of(recipe).items()
-        if path.exists() and touches(folder, path)
-    ]
-    place = folder.resolve()
-    parent = next(existing for existing in (place, *place.parents) if existing.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        problems.append(Problem("output-closed", folder, parent=parent))
-    if problems:
-        raise CheckpointError(*problems)
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Path]:

@@ -120,6 +120,18 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_go_on(texts: dict
     assert [row.method for row in comparison.rows] == ["preserve"]
 
 
+def test_a_folder_with_other_files_stays(texts: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine", encoding="utf-8")
+    inside = tmp_path / "out" / "new.jsonl"
+    inside.parent.mkdir()
+    inside.write_bytes(texts["new"].read_bytes())
+    for output, code in ((tmp_path, "output-no-job"), (inside.parent, "output-touches-input")):
+        with pytest.raises(CheckpointError) as refused:
+            compare(SHIPPED_MODEL, inside, texts["old"], output, SETTINGS, start=CompareStart(overwrite=True))
+        assert code in [problem.code for problem in refused.value.problems]
+    assert inside.is_file() and (tmp_path / "mine.txt").is_file()
+
+
 def test_peft_is_needed_for_its_methods_alone(
     texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
