@@ -338,6 +338,8 @@ class _Job:
     def _train(self, name: str, method: Any, made: Made, place: Place, rate: float, *, is_edge: bool) -> Row:
         from scale_surgery.comparing.training import watching_memory
 
+        assert self.comparison.base is not None
+        base = self.comparison.base.losses
         trained = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
         with watching_memory(next(made.model.parameters()).device) as peak:
             seconds = self._learn(name, method, made, rate, self.steps)
@@ -356,4 +358,6 @@ class _Job:
             place.served_bytes(served),
             speed,
             losses,
+            learning=0.0 - losses.new.loss_against(base.new),
+            forgetting=losses.old.loss_against(base.old),
         )

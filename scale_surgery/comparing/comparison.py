@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.comparing.settings import CompareSettings
 from scale_surgery.running.loss import Measurement
 
@@ -55,6 +56,8 @@ class Row:
         served_bytes: Bytes of the weights that are served, in the dtype of the base.
         token_seconds: Seconds for a token of an answer, with batch size 1.
         losses: Losses on held-out text.
+        learning: The base's nats per token on new text minus its own.
+        forgetting: Its nats per token on old text minus the base's.
     """
 
     method: str
@@ -67,6 +70,8 @@ class Row:
     served_bytes: int
     token_seconds: float
     losses: Losses
+    learning: float
+    forgetting: float
 
 
 @dataclass(frozen=True)
@@ -143,23 +148,32 @@ class Comparison:
             return replace(self, rows=(*self.rows, entry))
         return replace(self, refused=(*self.refused, entry))
 
-    def learning(self, row: Row) -> float:
-        """Return the base's nats per token on new text minus those of a row."""
-        return 0.0 - row.losses.new.loss_against(self._base.losses.new)
-
-    def forgetting(self, row: Row) -> float:
-        """Return the nats per token of a row on old text minus the base's."""
-        return row.losses.old.loss_against(self._base.losses.old)
+    @property
+    def best(self) -> Row | None:
+        """Return the row that learned most; None if none learned anything."""
+        learned = [row for row in self.rows if row.losses.is_finite and row.learning > 0]
+        return max(learned, key=lambda row: row.learning, default=None)
 
     @property
     def choice(self) -> Row | None:
         """Return the row that forgot least of those that learned nearly as much as the best; None if none learned."""
-        finite = [row for row in self.rows if row.losses.is_finite]
-        best = max(map(self.learning, finite), default=0.0)
-        enough = [row for row in finite if best > 0 and self.learning(row) >= ENOUGH * best]
-        return min(enough, key=self.forgetting, default=None)
+        if (best := self.best) is None:
+            return None
+        enough = [row for row in self.rows if row.losses.is_finite and row.learning >= ENOUGH * best.learning]
+        return min(enough, key=lambda row: row.forgetting)
 
     @property
-    def _base(self) -> Base:
-        assert self.base is not None, "the base is measured before any method"
-        return self.base
+    def chosen(self) -> str | None:
+        """Return the method of `choice`."""
+        return None if self.choice is None else self.choice.method
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as plain JSON values, with derived values."""
+        content = asdict(self) | {"chosen": self.chosen}
+        holders: list[tuple[Any, Any]] = [(entry, self.base)] if (entry := content["base"]) is not None else []
+        holders += [*zip(content["tries"], self.tries, strict=True), *zip(content["rows"], self.rows, strict=True)]
+        for entry, holder in holders:
+            for side in ("old", "new"):
+                measured: Measurement = getattr(holder.losses, side)
+                entry["losses"][side] |= {"nats_per_token": measured.nats_per_token, "accuracy": measured.accuracy}
+        return plain_json(content)

@@ -51,8 +51,8 @@ def render_page(comparison: Comparison) -> str:
 def _facts(comparison: Comparison) -> Iterator[Fact]:
     if (row := comparison.choice) is not None:
         yield Fact("take", row.method, f"{row.rate:g}, {format_count(row.parameters)} trained parameters")
-        yield Fact("learned", format_nats(comparison.learning(row)), "nats per token of new text")
-        yield Fact("forgotten", format_nats(comparison.forgetting(row)), "nats per token of old text")
+        yield Fact("learned", format_nats(row.learning), "nats per token of new text")
+        yield Fact("forgotten", format_nats(row.forgetting), "nats per token of old text")
     yield Fact("took", format_seconds(comparison.seconds))
 
 

@@ -35,8 +35,8 @@ def losses_of(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     for row in comparison.rows:
         yield (
             row.method,
-            f"{format_nats(comparison.learning(row))}",
-            f"{format_nats(comparison.forgetting(row))}",
+            format_nats(row.learning),
+            format_nats(row.forgetting),
             f"{row.rate:g}{' (edge)' * row.is_edge}",
         )
 
@@ -58,21 +58,18 @@ def costs_of(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 def advice(comparison: Comparison) -> str:
     """Return a sentence on the method to take."""
-    row = comparison.choice
-    if row is None:
+    row, best = comparison.choice, comparison.best
+    if row is None or best is None:
         return "No method learned the new text: give --tokens a higher number, or look at the text."
-    learned, forgot = comparison.learning(row), comparison.forgetting(row)
-    best = max((one for one in comparison.rows if one.losses.is_finite), key=comparison.learning)
-    beside = "It learned most too" if best is row else f"Most was learned by {best.method}, {_change(comparison, best)}"
+    beside = "It learned most too" if best is row else f"Most was learned by {best.method}: {_change(best)}"
     return (
-        f"Take {row.method}: of the methods that learned at least {ENOUGH:.0%} of the most, it forgot least "
-        f"({learned:.3f} nats per token learned, {forgot:.3f} forgotten). {beside}. One seed: differences that small "
-        "changes of the text or the seed would make are not known."
+        f"Take {row.method}: of the methods that learned at least {ENOUGH:.0%} of the most, it forgot least, "
+        f"{_change(row)} nats per token. {beside}. One seed: differences that another seed would make are not known."
     )
 
 
-def _change(comparison: Comparison, row: Row) -> str:
-    return f"{comparison.learning(row):.3f} learned and {comparison.forgetting(row):.3f} forgotten"
+def _change(row: Row) -> str:
+    return f"{row.learning:.3f} learned and {row.forgetting:.3f} forgotten"
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:

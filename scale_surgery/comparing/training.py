@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from transformers import get_scheduler
 
 from scale_surgery.comparing.methods import Made
 from scale_surgery.progress import Progress
@@ -23,11 +22,11 @@ from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.gates import loss_of_gates
+from scale_surgery.training.pilot import share_of_rate
 from scale_surgery.training.rehearsal import BaseModel, Rehearsal, divergence_from_base
 from scale_surgery.training.settings import TrainingSettings
 
 POLL_SECONDS = 0.05
-WARM_UP = 0.06
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ def learn(made: Made, lesson: Lesson, rate: float, advance: Progress) -> list[fl
     """
     trained = [parameter for parameter in made.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=lesson.settings.weight_decay)
-    warmup = max(1, round(WARM_UP * lesson.steps))
-    schedule = get_scheduler(lesson.settings.schedule, optimizer, warmup, lesson.steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step + 1, lesson.steps))
     step_of, seconds = _Step(made, lesson), list[float]()
     made.model.train()
     with keeping_scores(made.inside):
