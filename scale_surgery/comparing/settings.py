@@ -10,6 +10,8 @@ from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength
 from scale_surgery.training.settings import AboveZero, TrainingSettings
 
 MethodName = Literal["full", "lora", "osf", "preserve", "adapt", "gated", "grow", "routed"]
+# folders with the parts of a text, by its side
+FOLDERS = {"new": "texts-new", "old": "texts-old"}
 METHOD_NAMES: tuple[MethodName, ...] = get_args(MethodName)
 
 

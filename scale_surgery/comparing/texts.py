@@ -1,0 +1,103 @@
+"""The texts of a comparison as tokens, the same for all methods, and what a model scores on them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from scale_surgery.comparing.comparison import Losses
+from scale_surgery.comparing.methods import Place
+from scale_surgery.comparing.settings import FOLDERS
+from scale_surgery.comparing.training import Lesson
+from scale_surgery.learning.hold_out import CALIBRATE, LEARN, MEASURE, part_file
+from scale_surgery.running.context import choose_length, context_of
+from scale_surgery.running.loss import measure
+from scale_surgery.running.own_generation import generate_with
+from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.text.documents import read_documents
+from scale_surgery.text.sequences import Sequences
+from scale_surgery.text.tokenizing import pack, stride, tokenize
+from scale_surgery.training.rehearsal import make_rehearsal
+from scale_surgery.training.settings import TrainingSettings
+
+# longest sequences, unless the settings say more
+LONGEST = 512
+# share of the steps on which a rate is tried, and the fewest: fewer would end in the warm-up
+TRIED, FEWEST = 1 / 12, 8
+# tokens of an answer whose speed is measured, and of its prompt
+ANSWERED, PROMPT = 24, 16
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a comparison.
+
+    Attributes:
+        tokenizer: Tokenizer of the base.
+        training: Settings of training that all methods share.
+        to_learn: Sequences to learn.
+        held_out: Windows of the held-out texts, by side and part.
+        steps: Optimizer steps with all tokens.
+    """
+
+    tokenizer: Any
+    training: TrainingSettings
+    to_learn: Sequences
+    held_out: Mapping[tuple[str, str], Sequences]
+    steps: int
+
+    @property
+    def steps_of_try(self) -> int:
+        """Steps on which a rate is tried."""
+        return min(self.steps, max(FEWEST, round(self.steps * TRIED)))
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a batch."""
+        return self.training.batch_size * self.to_learn.longest
+
+    def lesson(self, steps: int, own: Sequences | None) -> Lesson:
+        """Return what a method learns in some steps, with own samples or without."""
+        return Lesson(self.to_learn, make_rehearsal(own, self.training), self.training, steps)
+
+    def losses(self, model: Any, part: str) -> Losses:
+        """Measure a model on a held-out part of both texts."""
+        old, new = (measure(model, self.held_out[side, part], self.training.batch_size) for side in ("old", "new"))
+        return Losses(old, new)
+
+    def seconds_of_batch(self, model: Any) -> float:
+        """Return the seconds in which a model reads a batch."""
+        started = time.monotonic()
+        measure(model, self.to_learn.some(self.training.batch_size), self.training.batch_size)
+        return time.monotonic() - started
+
+    def seconds_of_token(self, model: Any) -> float:
+        """Return the median of the seconds between the tokens of an answer."""
+        ids, times = self.to_learn[0]["input_ids"][None, :PROMPT].to(model.device), list[float]()
+        inputs = {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape)}
+        settings = {"max_new_tokens": ANSWERED, "do_sample": False, "pad_token_id": 0}
+        generate_with(model, inputs, on_token=lambda ids: times.append(time.monotonic()), **settings)
+        return statistics.median(end - start for start, end in pairwise(times))
+
+
+def read_texts(place: Place) -> Texts:
+    """Read the texts that were held out and are to be learned."""
+    settings, limits = place.settings, {place.name: context_of(place.checkpoint.config)}
+    tokenizer = need_tokenizer(place.checkpoint.path, place.name, place.run)
+    length = choose_length(settings.sequence_length or min(LONGEST, choose_length(None, limits)), limits)
+
+    def read(side: str, part: str) -> Sequences:
+        return tokenize(list(read_documents([part_file(place.folder / FOLDERS[side], part)])), tokenizer)
+
+    held_out: dict[tuple[str, str], Sequences] = {
+        (side, part): stride(read(side, part), length, max(1, length // 2))
+        for side in FOLDERS
+        for part in (CALIBRATE, MEASURE)
+    }
+    steps = max(1, math.ceil(settings.tokens / (length * settings.batch_size)))
+    return Texts(tokenizer, settings.training(length), pack(read("new", LEARN), length), held_out, steps)
