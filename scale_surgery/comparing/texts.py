@@ -72,8 +72,11 @@ class Texts:
 
     def seconds_of_batch(self, model: Any) -> float:
         """Return the seconds in which a model reads a batch."""
+        batch = self.to_learn.some(self.training.batch_size)
+        # the first time includes what is done once, such as taking memory
+        measure(model, batch, self.training.batch_size)
         started = time.monotonic()
-        measure(model, self.to_learn.some(self.training.batch_size), self.training.batch_size)
+        measure(model, batch, self.training.batch_size)
         return time.monotonic() - started
 
     def seconds_of_token(self, model: Any) -> float:
