@@ -10,7 +10,7 @@ FROM python:3.11-slim
 WORKDIR /source
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY scale_surgery scale_surgery
-# a release of torch for CPUs, such as 2.15.0+cpu, is newer to pip than that of the package index, which is for CUDA
+# a release of torch for CPUs, such as 2.13.0+cpu, is newer to pip than that of the package index, which is for CUDA
 RUN PIP_CONSTRAINT=constraints.txt pip install --no-cache-dir \
         --extra-index-url https://download.pytorch.org/whl/cpu . \
     && rm -r /source/scale_surgery

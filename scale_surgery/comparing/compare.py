@@ -39,6 +39,7 @@ from scale_surgery.learning.hold_out import (
 )
 from scale_surgery.learning.job_record import check_job_folder, clear_folder
 from scale_surgery.progress import Steps, Track, no_track
+from scale_surgery.running.device import is_out_of_memory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.text.sources import paths_of
 
@@ -231,6 +232,10 @@ class _Job:
                 return self._train(name, method, made, best.rate, is_edge=is_edge)
         except SurgeryError as error:
             return Refused(name, f"{error}")
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return Refused(name, "Memory ran out.")
 
     def _try(self, name: str, method: Method, factor: float) -> Try:
         """Try a rate, or return what an earlier run found."""
