@@ -127,6 +127,7 @@ def _write_samples(model: str, output: Path, count: int, out: Output, options: d
     settings, run = take_fields(GenerationSettings, options), take_fields(RunOptions, options)
     done = write_samples_of(model, output, count, settings, run=run, track=out.track, **options)
     rows = [("written", str(output)), ("texts", f"{done.texts:,}"), ("tokens", f"{done.tokens:,}")]
+    rows += [("began with", done.begun)] if done.begun else []
     rows += [("note", done.found)] if done.found else []
     out.show(done, Facts("samples", rows))
 

@@ -13,8 +13,9 @@ from scale_surgery.errors import PlanError, Problem
 from scale_surgery.progress import no_track
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.text.beginnings import begin_texts
 from scale_surgery.text.documents import read_documents
-from scale_surgery.training.base_samples import begin_tokens, sample_texts
+from scale_surgery.training.base_samples import sample_texts
 from scale_surgery.training.sampling import Sampling
 from tests.command import run
 from tests.composed import make_speaking
@@ -31,8 +32,8 @@ def texts_of(file: Path) -> list[str]:
 def as_rehearsed(model: Any, folder: Path, count: int) -> list[str]:
     """What rehearsal would draw, as text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    begins = begin_tokens(tokenizer, [], "model")
-    samples = sample_texts(model, begins, Sampling(count, 16, 1.0, 3), tokenizer, no_track)
+    begins = begin_texts(tokenizer, "model")
+    samples = sample_texts(model, begins, Sampling(count, 16, 1.0, 3), no_track)
     rows = [samples[place]["input_ids"].tolist() for place in range(count)]
     return [tokenizer.decode([id_ for id_ in row if id_ not in tokenizer.all_special_ids]) for row in rows]
 
