@@ -62,9 +62,10 @@ def look_options(command: Decorator) -> Decorator:
 @click.option(
     "--samples",
     type=click.IntRange(min=1),
-    help="Number of texts to sample from the base of MODEL into -o OLD.jsonl, for --old of other commands. Each starts "
-    "from the tokenizer's BOS token, or from EOS if there is no BOS. Only --max-new-tokens, --temperature "
-    "(default: 1) and --seed apply.",
+    help="Number of texts to sample from the base of MODEL into -o OLD.jsonl, for --old of other commands. With a chat "
+    "template they are answers to instructions of this package. Otherwise, or with --raw, each starts from the "
+    "tokenizer's BOS token, or from EOS if there is no BOS. Only --raw, --max-new-tokens, --temperature (default: 1) "
+    "and --seed apply.",
 )
 @asking_options
 @look_options

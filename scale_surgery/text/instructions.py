@@ -13,7 +13,7 @@ have some of each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,24 @@ class Instruction:
     Attributes:
         messages: A conversation up to the answer: often one message of the user, perhaps after a system message.
         source: Its place in errors.
+        number: Its number among those that were read, from 1.
     """
 
     messages: tuple[Message, ...]
     source: str
+    number: int = 1
 
 
 def read_instructions(name: str | Path) -> list[Instruction]:
     """Read the instructions of a file, a dataset, or SHIPPED."""
-    source = parse_source(SHIPPED_FILE if str(name) == SHIPPED else name)
-    found = [instruction for text in texts_in(source) for instruction in _read(text)]
+    is_shipped = str(name) == SHIPPED
+    source = parse_source(SHIPPED_FILE if is_shipped else name)
+    read = (instruction for text in texts_in(source) for instruction in _read(text))
+    found = [replace(instruction, number=number) for number, instruction in enumerate(read, start=1)]
     if not found:
         raise DataError(Problem("file-without-prompts", name))
-    return found
+    # nobody knows the path of the package's file
+    return [replace(each, source=f"instruction {each.number}") for each in found] if is_shipped else found
 
 
 def _read(text: TextSource) -> Iterator[Instruction]:
