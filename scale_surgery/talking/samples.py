@@ -103,7 +103,7 @@ def write_samples_of(
         raise DataError(Problem("samples-empty", subject.name))
     write_text(Path(output), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     tokens = sum(len(each.ids) - len(each.begin) for each in written)
-    return Samples(Path(output), len(lines), tokens, own.found, begins.description)
+    return Samples(Path(output), len(lines), tokens, own.found, begins.describe(count))
 
 
 def _begin(subject: Subject, settings: GenerationSettings) -> tuple[Beginnings, int]:

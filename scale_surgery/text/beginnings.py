@@ -44,14 +44,13 @@ class Beginnings:
     is_chat: bool = False
     notes: tuple[str, ...] = ()
 
-    @property
-    def description(self) -> str:
-        """Description for people; empty if texts begin with the token that starts a text."""
+    def describe(self, texts: int) -> str:
+        """Describe how a number of texts begin; empty if it is with the token that starts a text."""
         if self.asked is None:
             return "; ".join(self.notes)
-        kind = "answers to" if self.is_chat else "continuing"
-        begun = counted(len(self.ids), "instruction" if self.is_chat else "prompt")
-        return "; ".join((f"{kind} {begun}", *self.notes))
+        kind, word = ("answers to", "instruction") if self.is_chat else ("continuing", "prompt")
+        # beginnings take turns
+        return "; ".join((f"{kind} {counted(min(texts, len(self.ids)), word)}", *self.notes))
 
     @property
     def lengths(self) -> list[int]:

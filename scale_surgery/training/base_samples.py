@@ -68,7 +68,7 @@ def write_own_text(
     # computed over all of it and not over the answer alone. It compares distributions, so words of the instruction are
     # not learned as text; that the model reads them as its base does is a part of answering as its base does
     texts = own.texts if begins.asked else as_documents(own.texts, tokenizer)
-    return replace(own, texts=texts, begun=begins.description)
+    return replace(own, texts=texts, begun=begins.describe(len(own.texts)))
 
 
 def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:

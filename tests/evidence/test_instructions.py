@@ -169,7 +169,7 @@ def test_a_run_rehearses_answers_up_to_the_end_of_the_turn(place: Path, tmp_path
 
 @pytest.mark.slow
 def test_a_model_still_answers_if_it_rehearses_its_answers(tmp_path: Path) -> None:
-    """Without rehearsal, or if it rehearses plain text alone, it stops ending its answers."""
+    """Without rehearsal it stops ending its answers. The loss of both runs is that of plain text without an end."""
     make_instruct(tmp_path / "base", steps=100)
     expand(tmp_path / "base", Request("all", variant="adapt", collaborate="both"), tmp_path / "wide")
     (tmp_path / "new.txt").write_text(" ".join(biography(person, 3) for person in people(80, start=400)))

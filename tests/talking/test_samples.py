@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.text.beginnings import begin_texts, find_beginnings
 from scale_surgery.text.documents import read_documents
-from scale_surgery.text.tokenizing import tokenize
 from scale_surgery.training.base_samples import sample_texts
 from scale_surgery.training.sampling import Sampling
 from tests.command import run
@@ -60,27 +60,34 @@ def test_of_many_expansions_the_base_writes(tmp_path: Path) -> None:
 
 
 def test_a_model_with_a_template_answers_instructions(tmp_path: Path) -> None:
-    """Read again, a row has the tokens that were drawn: instruction, answer and the end of the turn."""
+    """Each row is a conversation with what was drawn, up to the end of the turn; it is read as one."""
     base = make_instruct(tmp_path / "base")
     tokenizer, model = AutoTokenizer.from_pretrained(base), load(base)
     done = write_samples_of(base, tmp_path / "old.jsonl", 6, replace(SETTINGS, max_new_tokens=40))
     begins = find_beginnings(tokenizer, "base", model.config.max_position_embeddings)
     length = min(max(begins.lengths) + 40, model.config.max_position_embeddings)
-    samples = sample_texts(model, begins, Sampling(6, length, 1.0, 3, new_tokens=40), no_track)
-    drawn = [samples[place]["input_ids"].tolist() for place in range(6)]
-    assert all(row[-1] in begins.ends and not {*begins.ends} & {row[-2]} for row in drawn if len(row) < length)
-    assert max(len(row) - len(begun) for row, begun in zip(drawn, begins.ids[:6], strict=True)) <= 40
+    sampling = Sampling(6, length, 1.0, 3, new_tokens=40)
+    samples = sample_texts(model, begins, sampling, no_track)
+    expected = []
+    for number, place in enumerate(chain.from_iterable(sampling.batches(begins.lengths))):
+        begun, row = list(begins.ids[place]), samples[number]["input_ids"].tolist()
+        answer = row[len(begun) :]
+        assert row[: len(begun)] == begun and 0 < len(answer) <= 40
+        assert answer[-1] in begins.ends or len(answer) == 40 or len(row) == length
+        assert not {*begins.ends} & {*answer[:-1]}, "nothing follows the end"
+        text = tokenizer.decode(
+            answer[:-1] if answer[-1] in begins.ends else answer, clean_up_tokenization_spaces=False
+        )
+        asked = begins.asked[place].messages
+        expected += [[*asked, {"role": "assistant", "content": text}]] if text.strip() else []
     rows = [json.loads(line)["messages"] for line in (tmp_path / "old.jsonl").read_text().splitlines()]
-    assert done.texts == len(rows) > 0 and "answers to" in done.begun
-    assert any(messages[0]["role"] == "system" for messages in rows[:10])
-    read = tokenize(read_documents([tmp_path / "old.jsonl"]), tokenizer)
-    again = [read[place]["input_ids"].tolist() for place in range(len(read))]
-    # the template ends a turn with its own token and a line break, whichever token the model chose
-    ended = [row[:-1] for row in drawn if row[-1] in begins.ends]
-    assert any(row == kept[: len(row)] for row in ended for kept in again)
+    assert rows == expected and done.texts == len(rows) > 0 and "answers to" in done.begun
+    assert [document.text for document in read_documents([tmp_path / "old.jsonl"])] == [
+        row[-1]["content"] for row in rows
+    ]
     # the control
     plain = write_samples_of(base, tmp_path / "plain.jsonl", 2, replace(SETTINGS, raw=True))
-    assert plain.begun == "" and all("text" in json.loads(line) for line in (tmp_path / "plain.jsonl").open())
+    assert plain.begun == "" and texts_of(tmp_path / "plain.jsonl")
 
 
 def test_what_cannot_be_sampled_is_refused(place: Path, tmp_path: Path) -> None:
