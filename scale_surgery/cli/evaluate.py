@@ -35,7 +35,7 @@ def _as_numbers(context: click.Context, parameter: click.Parameter, text: str | 
         raise click.BadParameter(f"{text!r} is no list of numbers, such as 0,0.5,1.") from error
 
 
-@click.command(name="evaluate", cls=Headed, first=("old", "new", "strengths", "probes_file", "instructions", "outputs"))
+@click.command(name="evaluate", cls=Headed, first=("old", "new", "strengths", "probes_file", "outputs"))
 @click.argument("models", nargs=-1, required=True)
 @click.option("--old", multiple=True, type=TEXTS, help=OLD_HELP)
 @click.option("--new", multiple=True, type=TEXTS, help="New text, to measure learning. Can be repeated.")

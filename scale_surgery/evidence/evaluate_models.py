@@ -81,7 +81,7 @@ class MeasuredRow:
 
 @dataclass(frozen=True)
 class Asked:
-    """What models read to be measured, in the tokens of one tokenizer.
+    """Texts and prompts that models read to be measured, in the tokens of one tokenizer.
 
     Attributes:
         texts: Windows by side.
@@ -114,7 +114,7 @@ class Meter:
     """A meter that measures models on the same windows.
 
     Attributes:
-        asked: What models read, in the tokens of this model.
+        asked: Texts and prompts in the tokens of this model.
         asked_of_base: The same in the tokens of the base's tokenizer if tokens were added to it; otherwise `asked`.
         bytes: Bytes of the scored texts, by side.
         settings: Strengths at which expansions are measured, and seconds for the code of a probe.

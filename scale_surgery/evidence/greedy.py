@@ -43,7 +43,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Said:
-    """What a model answered: its text, and whether it ended within the limit."""
+    """An answer of a model: its text, and whether it ended within the limit."""
 
     text: str
     ended: bool

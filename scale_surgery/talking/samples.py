@@ -129,7 +129,7 @@ class _Written:
 
     @property
     def text(self) -> str:
-        """What the base wrote, without the end token: texts and answers get theirs when they are read."""
+        """The text that the base wrote, without the end token: texts and answers get theirs when they are read."""
         ids = self.ids[:-1] if self.ids[-1] in self.begins.ends and len(self.ids) > len(self.begin) else self.ids
         if self.begins.asked is None:
             return self._decode(ids[len(self.begin) :])

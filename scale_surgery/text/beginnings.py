@@ -28,7 +28,7 @@ FORMS = tuple(Form(parts=parts, as_text=False, thought=THOUGHTS[0], options={}) 
 
 @dataclass(frozen=True)
 class Beginnings:
-    """How texts of a model begin and end.
+    """Beginnings of texts that a model writes, and the tokens at which these texts end.
 
     Attributes:
         ids: Token ids at the start of each text.

@@ -1,4 +1,4 @@
-"""Instructions: what a model that answers is asked, from a file or from the list that the package brings.
+"""Instructions to a model that answers, from a file or from the list that the package brings.
 
 FILE.jsonl   an object a line: {"prompt"} or {"question"}, optionally with {"system"}, or {"messages"} as in a chat; and
              the other formats of `documents` with such fields
@@ -34,7 +34,7 @@ EXPECTED = '{"prompt"} or {"question"}, a text, or {"messages"}'
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a model is asked.
+    """An instruction to a model that answers.
 
     Attributes:
         messages: A conversation up to the answer: often one message of the user, perhaps after a system message.
