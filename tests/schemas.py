@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 import scale_surgery
 from scale_surgery.comparing.comparison import Comparison
 from scale_surgery.evidence import report_records, verification
+from scale_surgery.evidence.answer_scores import AnswerScore
 from scale_surgery.evidence.probe_scores import GroupCount
 from scale_surgery.evidence.probes import Layer, Numbers
 from scale_surgery.evidence.report_records import BlockChange, Norms, TensorChange
@@ -42,6 +43,7 @@ NO_NUMBER = ["NaN", "Infinity", "-Infinity"]
 DERIVED: dict[type, tuple[str, ...]] = {
     Answer: ("text", "routed_share"),
     Comparison: ("chosen",),
+    AnswerScore: ("ended_share", "repeating_share", "other_share"),
     GroupCount: ("share", "kept_share", "lost_share"),
     Measurement: ("nats_per_token", "accuracy", "perplexity", "bits_per_byte"),
     Norms: ("relative_change", "relative_norm", "change_of_base"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -31,6 +32,7 @@ from scale_surgery.fields import fields_of
 from scale_surgery.folder.routers import RouterOptions
 from scale_surgery.modeling.expanded_routers import ROUTERS
 from tests.families import FAMILIES
+from tests.instruct import make_instruct
 from tests.test_rooms import ROOMS
 from tests.tiny import save_tiny
 
@@ -267,6 +269,23 @@ def test_readme_quick_start(tmp_path, monkeypatch):
     names = {file.name for file in base.iterdir()}
     assert {file.name for file in (tmp_path / stripped).iterdir()} == names
     assert all((tmp_path / stripped / name).read_bytes() == (base / name).read_bytes() for name in names)
+
+
+@pytest.mark.slow
+def test_commands_for_instruct_models(tmp_path, monkeypatch):
+    """The commands of the page, on a small instruct model, with the page's own instructions."""
+    page = ROOT / "docs" / "instruct.md"
+    make_instruct(tmp_path / "INSTRUCT")
+    (tmp_path / "asked.jsonl").write_text(blocks(page, "json")[0])
+    (tmp_path / "domain.txt").write_text(" ".join(f"A new text, number {number}." for number in range(40)))
+    monkeypatch.chdir(tmp_path)
+    for line in "".join(blocks(page, "sh")).splitlines():
+        # three instructions in place of two hundred
+        assert invoke(line.replace("shipped", "asked.jsonl")).exit_code == 0, line
+    scores = json.loads((tmp_path / "answers.json").read_text())["scores"]
+    assert [score["answers"] and score["answers"]["asked"] for score in scores] == [3, 3, None]
+    samples = (tmp_path / "wide-asked" / "training" / "rehearsal.jsonl").read_text()
+    assert "help desk" in samples and "<|im_start|>assistant" in samples
 
 
 def test_contributing_says_what_every_room_is_for():

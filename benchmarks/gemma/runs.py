@@ -28,9 +28,10 @@ from scale_surgery.biographies import people
 from scale_surgery.evidence.probe_file import EncodedProbes, Probe, read_probes
 from scale_surgery.evidence.probe_scores import ProbeAnswer, ask_probes, judge, score_answers
 from scale_surgery.progress import no_progress, no_track
+from scale_surgery.text.beginnings import begin_texts
 from scale_surgery.text.tokenizing import pack
 from scale_surgery.training.allocator import keep_freed_memory
-from scale_surgery.training.base_samples import begin_tokens, sample_texts
+from scale_surgery.training.base_samples import sample_texts
 from scale_surgery.training.sampling import Sampling
 
 # rows of held-out text, and the sequences of a batch when it is read
@@ -126,8 +127,8 @@ class Place:
         file = self.work / f"samples-{self.settings.samples}.pt"
         if not file.exists():
             sampling = Sampling(self.settings.samples, LENGTH, 1.0, seed=0)
-            begins = begin_tokens(self.tokenizer, (), self.base.name)
-            texts = sample_texts(whole(self.base, 0).eval(), begins, sampling, self.tokenizer, no_track)
+            begins = begin_texts(self.tokenizer, self.base.name)
+            texts = sample_texts(whole(self.base, 0).eval(), begins, sampling, no_track)
             packed = pack(texts, LENGTH)
             rows = (packed[place]["input_ids"].long() for place in range(len(packed)))
             torch.save(torch.stack([row for row in rows if len(row) == LENGTH]), file)

@@ -6,7 +6,7 @@ python -m benchmarks.real.samples BASE EXPANDED
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,29 @@ def measure(base: Path, expanded: Path, rows: int = 64, tokens: int = 16) -> lis
 
     from scale_surgery import modeling
     from scale_surgery.progress import no_track
-    from scale_surgery.training.base_samples import begin_tokens, sample_base
+    from scale_surgery.text.beginnings import begin_texts
+    from scale_surgery.training.base_samples import sample_base
     from scale_surgery.training.sampling import Sampling
 
     modeling.register()
     tokenizer = AutoTokenizer.from_pretrained(base)
     stock, wide = (AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (base, expanded))
-    begins = begin_tokens(tokenizer, [], base.name)
-    sampling = Sampling(rows, len(begins[0]) + tokens, 1.0, seed=0)
+    begins = begin_texts(tokenizer, base.name)
+    sampling = Sampling(rows, len(begins.ids[0]) + tokens, 1.0, seed=0)
     ours, peer = fastest(
-        lambda: sample_base(wide, begins, sampling, tokenizer, no_track),
-        lambda: generate_stock(stock, begins[0], sampling, tokenizer.eos_token_id),
+        lambda: sample_base(wide, begins, sampling, no_track),
+        lambda: generate_stock(stock, begins.ids[0], sampling, tokenizer.eos_token_id),
     )
     return [(f"own samples, {rows} texts of {tokens} tokens", ours, peer, ours / peer)]
 
 
-def generate_stock(model: Any, begin: list[int], sampling: Any, end: int | None) -> None:
+def generate_stock(model: Any, begin: Sequence[int], sampling: Any, end: int | None) -> None:
     """Sample as a user of transformers would, from the whole distribution."""
     import torch
     from transformers import GenerationConfig
 
     torch.manual_seed(sampling.seed)
-    ids = torch.tensor([begin] * sampling.count)
+    ids = torch.tensor([list(begin)] * sampling.count)
     most = sampling.length - len(begin)
     config = GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, max_new_tokens=most, eos_token_id=end, pad_token_id=end or 0

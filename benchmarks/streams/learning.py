@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.biography.train_model import CONTEXT, batches
 from benchmarks.harness import stepping
 from scale_surgery.progress import no_track
+from scale_surgery.text.beginnings import begin_texts
 from scale_surgery.text.tokenizing import pack
-from scale_surgery.training.base_samples import begin_tokens, sample_texts
+from scale_surgery.training.base_samples import sample_texts
 from scale_surgery.training.rehearsal import divergence
 from scale_surgery.training.sampling import Sampling
 
@@ -66,10 +67,8 @@ class Rehearsal:
 def make_rehearsal(model: Any, tokenizer: PreTrainedTokenizerBase, samples: int, seed: int) -> Rehearsal:
     """Let a model write, and keep a copy of it as it is."""
     before = deepcopy(model).requires_grad_(False).eval()
-    begins = begin_tokens(tokenizer, (), "model")
-    written = pack(
-        sample_texts(before, begins, Sampling(samples, SAMPLE_LENGTH, 1.0, seed), tokenizer, no_track), CONTEXT
-    )
+    begins = begin_texts(tokenizer, "model")
+    written = pack(sample_texts(before, begins, Sampling(samples, SAMPLE_LENGTH, 1.0, seed), no_track), CONTEXT)
     # what fills no row is left out
     rows = (written[place]["input_ids"].long() for place in range(len(written)))
     return Rehearsal(before, torch.stack([row for row in rows if len(row) == CONTEXT]))

@@ -20,6 +20,7 @@ from scale_surgery.cli.options import (
 )
 from scale_surgery.cli.outputs import PICTURES, as_result, files_option, pictures, write_files
 from scale_surgery.evidence.evaluate_settings import EvaluationSettings
+from scale_surgery.text.instructions import SHIPPED
 from scale_surgery.text.sources import NO_OLD_TEXT, paths_of
 
 if TYPE_CHECKING:
@@ -46,7 +47,15 @@ def _as_numbers(context: click.Context, parameter: click.Parameter, text: str | 
     help="Measure each expansion also at these strengths, from 0 (the base) to 1 (what was learned), such as "
     "0,0.25,0.5,0.75,1. merge --strength writes one.",
 )
-@options_from(EvaluationSettings, "probes_file", "max_new_tokens", "run_python", "python_seconds", "max_forgetting")
+@options_from(
+    EvaluationSettings,
+    "probes_file",
+    "instructions",
+    "max_new_tokens",
+    "run_python",
+    "python_seconds",
+    "max_forgetting",
+)
 @reading_options("MODELS")
 @files_option(
     ".json",
@@ -72,6 +81,7 @@ def evaluate_command(
     Example: scale-surgery evaluate EXPANDED --old general.txt --new domain.jsonl
              scale-surgery evaluate EXPANDED --old FILE --strength 0,0.5,1
              scale-surgery evaluate EXPANDED --probes FILE --max-forgetting 0.02
+             scale-surgery evaluate EXPANDED --instructions shipped
     On several GPUs: accelerate launch -m scale_surgery evaluate FOLDER --old FILE
     """
     from scale_surgery.checkpoint.staging import check_output_files
@@ -82,12 +92,14 @@ def evaluate_command(
     from scale_surgery.show.tables import render_evaluation
 
     settings = take_fields(EvaluationSettings, options)
-    if not (old or new or settings.probes_file):
-        raise click.UsageError(f"--old, --new and --probes are missing, give at least one of them. {NO_OLD_TEXT}")
+    if not (old or new or settings.probes_file or settings.instructions):
+        missing = "--old, --new, --probes and --instructions are missing, give at least one of them"
+        raise click.UsageError(f"{missing}. {NO_OLD_TEXT}")
     if not (old and new) and any(file.suffix.lower() in PICTURES for file in outputs):
         raise click.UsageError("A picture needs --old and --new: the plane has an axis for each.")
     probes = [] if settings.probes_file is None else [settings.probes_file]
-    check_output_files(outputs, [*models, *paths_of([*old, *new]), *probes])
+    asked = [] if settings.instructions in (None, SHIPPED) else [settings.instructions]
+    check_output_files(outputs, [*models, *paths_of([*old, *new, *asked]), *probes])
     run = take_fields(RunOptions, options)
     result = evaluate(models, old, new, settings=settings, run=run, track=out.track, **options)
     out.show(result, render_evaluation(result))

@@ -62,9 +62,10 @@ def look_options(command: Decorator) -> Decorator:
 @click.option(
     "--samples",
     type=click.IntRange(min=1),
-    help="Number of texts to sample from the base of MODEL into -o OLD.jsonl, for --old of other commands. Each starts "
-    "from the tokenizer's BOS token, or from EOS if there is no BOS. Only --max-new-tokens, --temperature "
-    "(default: 1) and --seed apply.",
+    help="Number of texts to sample from the base of MODEL into -o OLD.jsonl, for --old of other commands. With a chat "
+    "template they are answers to instructions of this package. Otherwise, or with --raw, each starts from the "
+    "tokenizer's BOS token, or from EOS if there is no BOS. Only --raw, --max-new-tokens, --temperature (default: 1) "
+    "and --seed apply.",
 )
 @asking_options
 @look_options
@@ -127,6 +128,7 @@ def _write_samples(model: str, output: Path, count: int, out: Output, options: d
     settings, run = take_fields(GenerationSettings, options), take_fields(RunOptions, options)
     done = write_samples_of(model, output, count, settings, run=run, track=out.track, **options)
     rows = [("written", str(output)), ("texts", f"{done.texts:,}"), ("tokens", f"{done.tokens:,}")]
+    rows += [("began with", done.begun)] if done.begun else []
     rows += [("note", done.found)] if done.found else []
     out.show(done, Facts("samples", rows))
 

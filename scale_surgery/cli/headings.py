@@ -18,7 +18,7 @@ SUBJECTS: Mapping[str, Sequence[str]] = {
         *("sequence_length", "batch_size", "gradient_accumulation", "gradient_checkpointing", "bf16"),
         "base_quantization",
     ),
-    "Answers": ("system", "raw", "expansion", "max_new_tokens", "temperature", "top_p", "top_k"),
+    "Answers": ("instructions", "system", "raw", "expansion", "max_new_tokens", "temperature", "top_p", "top_k"),
 }
 # options of every command; in a command without `first`, all others are under Options
 COMMON: Mapping[str, Sequence[str]] = {

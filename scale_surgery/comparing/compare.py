@@ -193,19 +193,20 @@ class _Job:
 
     def _ask_base(self, model: Any) -> None:
         """Forecast the comparison, let the base write its samples, and measure it."""
-        from scale_surgery.training.base_samples import begin_tokens, sample_texts, tokens_per_second, write_samples
+        from scale_surgery.text.beginnings import find_beginnings
+        from scale_surgery.training.base_samples import sample_texts, tokens_per_second, write_samples
         from scale_surgery.training.sampling import sampling_of
 
         texts, tokenizer = self.texts, self.texts.tokenizer
         length = texts.to_learn.longest
         sampling = sampling_of(texts.training, texts.steps, length, length)
-        begins = begin_tokens(tokenizer, (), self.place.name)
-        written = tokens_per_second(model, begins[0], sampling.rows(len(begins)), tokenizer)
+        begins = find_beginnings(tokenizer, self.place.name, length)
+        written = tokens_per_second(model, begins, sampling)
         seconds = 0.0 if written is None else sampling.tokens / written
         seconds += self._seconds_of_methods(texts.seconds_of_batch(model))
         passes = texts.steps * texts.training.batch_size / len(texts.to_learn)
         self.start.forecast(Forecast(texts.steps, passes, sampling.tokens, seconds))
-        samples = sample_texts(model, begins, sampling, tokenizer, self.track)
+        samples = sample_texts(model, begins, sampling, self.track)
         write_samples(self.place.folder / SAMPLES, samples, tokenizer)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         costs = self.place.served_bytes(model), texts.seconds_of_token(model)

@@ -18,11 +18,12 @@ from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError, PlanError, Problem
+from scale_surgery.evidence.answer_scores import encode_instructions
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
-from scale_surgery.evidence.evaluate_models import MeasuredRow, Meter, Score
-from scale_surgery.evidence.evaluate_settings import EvaluationSettings
+from scale_surgery.evidence.evaluate_models import Asked, MeasuredRow, Meter, Score
+from scale_surgery.evidence.evaluate_settings import OF_INSTRUCTION, OF_PROBE, EvaluationSettings
 from scale_surgery.evidence.forgetting_limit import ForgettingLimit, limit_of
-from scale_surgery.evidence.probe_file import EncodedProbes, Probe, encode_probes, read_probes
+from scale_surgery.evidence.probe_file import Probe, encode_probes, read_probes
 from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.fields import problems_of
 from scale_surgery.progress import Track, no_track
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
     from scale_surgery.text.documents import Document
-    from scale_surgery.text.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Evaluation:
         for row, score in zip(content["scores"], self.scores, strict=True):
             row |= {"old": _measurement_to_json(score.old), "new": _measurement_to_json(score.new)}
             row |= {"probes": None if score.probes is None else score.probes.to_json()}
+            row |= {"answers": None if score.answers is None else score.answers.to_json()}
         # JSON has neither NaN nor infinity, so they become texts
         return plain_json(content)
 
@@ -91,8 +92,9 @@ def evaluate(
     Args:
         models: A folder or Hub id, or several.
         old: Old text, which the base knows: a file or saved dataset, or several; see `documents.read_documents`.
-        new: New text, which the expansion was to learn, in the same form. Old or new text, or probes, are required.
-        settings: Windows of texts, strengths to measure, probes to ask, and the limit of forgetting.
+        new: New text, which the expansion was to learn, in the same form. Old or new text, probes or instructions are
+            required.
+        settings: Windows of texts, strengths to measure, probes and instructions to ask, and the limit of forgetting.
         run: Options of the run: device, dtype, trust_remote_code, batch_size.
         revision: Branch, tag or commit of Hub repositories.
         track: Makes progress bars.
@@ -111,7 +113,7 @@ def evaluate(
     old_files, new_files = listed(old), listed(new)
     documents = read_sides({"old": old_files, "new": new_files})
     probes = read_probes(settings.probes_file, run_python=settings.run_python)
-    if not any(documents.values()) and not probes:
+    if not any(documents.values()) and not probes and settings.instructions is None:
         raise DataError(Problem("texts-missing"))
     if settings.max_forgetting is not None and not (documents["old"] or probes):
         raise DataError(Problem("limit-without-measure", "--max-forgetting"))
@@ -132,7 +134,7 @@ def evaluate(
         sequence_length=length,
         step=step,
         dtype=run.dtype,
-        notes=tuple(_notes(subjects, rows)),
+        notes=(*_notes(subjects, rows), *_notes_on_instructions(subjects, meters)),
         limit=None if settings.max_forgetting is None else limit_of(scores, settings.max_forgetting, bool(probes)),
     )
 
@@ -163,14 +165,16 @@ def _meter(
     run: RunOptions,
     processes: PartialState | None,
 ) -> Meter:
-    def read(tokenizer: Any) -> tuple[Mapping[str, Sequences], EncodedProbes | None]:
-        encoded = encode_probes(probes, subject, tokenizer, settings.max_new_tokens) if probes else None
-        return sequences_of(subject, tokenizer, documents, *windows), encoded
+    def read(tokenizer: Any) -> Asked:
+        most, chosen = settings.max_new_tokens, settings.instructions
+        encoded = encode_probes(probes, subject, tokenizer, most or OF_PROBE) if probes else None
+        instructions = encode_instructions(chosen, subject, tokenizer, most or OF_INSTRUCTION) if chosen else None
+        return Asked(sequences_of(subject, tokenizer, documents, *windows), encoded, instructions)
 
-    texts, encoded = read(subject.tokenizer)
+    asked = read(subject.tokenizer)
     is_same = subject.base_tokenizer is subject.tokenizer
-    base_texts, base_encoded = (texts, encoded) if is_same else read(subject.base_tokenizer)
-    return Meter(texts, base_texts, encoded, base_encoded, scored, settings, run, processes)
+    asked_of_base = asked if is_same else read(subject.base_tokenizer)
+    return Meter(asked, asked_of_base, scored, settings, run, processes)
 
 
 def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[MeasuredRow]:
@@ -200,6 +204,8 @@ def _compare(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> Score:
     if base is not None and base.score.probes is not None and score.probes is not None:
         # answers are compared as text, whatever the tokens
         score = replace(score, probes=score.probes.against(base.score.probes))
+    if base is not None and base.score.answers is not None and score.answers is not None:
+        score = replace(score, answers=score.answers.against(base.score.answers))
     if base is None or not is_same_text:
         return replace(score, base=None)
     return replace(
@@ -251,6 +257,16 @@ def _notes(subjects: Sequence[Subject], rows: Sequence[MeasuredRow]) -> Iterator
                 f"{row.score.name}: reads other tokens than {first.score.name}; their losses cannot be compared, "
                 "accuracies can."
             )
+
+
+def _notes_on_instructions(subjects: Sequence[Subject], meters: Sequence[Meter]) -> Iterator[str]:
+    for subject, meter in zip(subjects, meters, strict=True):
+        if (encoded := meter.asked.instructions) is None:
+            continue
+        if not encoded.begins.is_chat:
+            yield f"{subject.name}: has no chat template; it continued the instructions as plain text."
+        for note in encoded.begins.notes:
+            yield f"{subject.name}: {note}."
 
 
 def _measurement_to_json(measurement: Measurement | None) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from scale_surgery.evidence.answer_scores import AnswerScore, EncodedInstructions, ask_instructions
 from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.evidence.evaluate_settings import EvaluationSettings
 from scale_surgery.evidence.probe_file import EncodedProbes
@@ -51,6 +52,7 @@ class Score:
         forgetting: Its nats per token on old text minus those of the base, or None.
         learning: The base's nats per token on new text minus its own, or None.
         probes: Its answers to probes; None without probes, and if they are those of its base.
+        answers: Its answers to instructions; None in the same cases.
         strength: Strength of its expansion, for kind "strength".
     """
 
@@ -63,6 +65,7 @@ class Score:
     learning: float | None = None
     probes: ProbeScore | None = None
     strength: float | None = None
+    answers: AnswerScore | None = None
 
 
 @dataclass(frozen=True)
@@ -77,45 +80,63 @@ class MeasuredRow:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Texts and prompts that models read to be measured, in the tokens of one tokenizer.
+
+    Attributes:
+        texts: Windows by side.
+        probes: Probes; None without any.
+        instructions: Instructions; None without any.
+    """
+
+    texts: Mapping[str, Sequences]
+    probes: EncodedProbes | None
+    instructions: EncodedInstructions | None
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """The sha256 of the windows, by side."""
+        return {side: text.fingerprint() for side, text in self.texts.items()}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the windows."""
+        return sum(len(text.ids) for text in self.texts.values())
+
+    @property
+    def answered(self) -> int:
+        """Most tokens that are read and generated for answers."""
+        return sum(some.prompts.tokens for some in (self.probes, self.instructions) if some is not None)
+
+
+@dataclass(frozen=True)
 class Meter:
     """A meter that measures models on the same windows.
 
     Attributes:
-        texts: Windows by side.
-        base_texts: The windows in the tokens of the base's tokenizer if tokens were added to it; otherwise `texts`.
-        probes: Probes in the tokens of the model; None without any.
-        base_probes: The same in the tokens of the base's tokenizer.
+        asked: Texts and prompts in the tokens of this model.
+        asked_of_base: The same in the tokens of the base's tokenizer if tokens were added to it; otherwise `asked`.
         bytes: Bytes of the scored texts, by side.
         settings: Strengths at which expansions are measured, and seconds for the code of a probe.
         run: Options of the models' runs.
         processes: The processes that share the windows; None for one.
     """
 
-    texts: Mapping[str, Sequences]
-    base_texts: Mapping[str, Sequences]
-    probes: EncodedProbes | None
-    base_probes: EncodedProbes | None
+    asked: Asked
+    asked_of_base: Asked
     bytes: Mapping[str, int]
     settings: EvaluationSettings
     run: RunOptions
     processes: PartialState | None = None
-
-    @cached_property
-    def fingerprints(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The sha256 of the windows, by side: of `texts`, and of `base_texts`."""
-        digests = {side: text.fingerprint() for side, text in self.texts.items()}
-        is_same = self.base_texts is self.texts
-        return digests, digests if is_same else {side: text.fingerprint() for side, text in self.base_texts.items()}
 
     def tokens(self, subject: Subject, *, with_base: bool) -> int:
         """Return the number of tokens read to measure a model, including its base if `with_base`."""
         parts = len(subject.expansions) or (subject.is_expanded and subject.is_routed)
         dialled = subject.is_expanded * len(self.settings.strengths) * (len(subject.expansions) or 1)
         rows = 1 + parts + dialled + with_base
-        asked = 0 if self.probes is None else self.probes.tokens
-        # the row without its expansion answers no probes, unless it is the only base
-        read = sum(len(text.ids) for text in self.texts.values())
-        return (read + asked) * rows + subject.is_expanded * (read + (0 if subject.base else asked))
+        # the row without its expansion answers nothing, unless it is the only base
+        read, answered = self.asked.tokens, self.asked.answered
+        return (read + answered) * rows + subject.is_expanded * (read + (0 if subject.base else answered))
 
     def measure_base(self, subject: Subject, advance: Progress) -> MeasuredRow:
         """Measure the base model inside an expanded one, by the stock class."""
@@ -140,20 +161,22 @@ class Meter:
 
     def _measure(self, model: Any, score: Score, advance: Progress, *, is_base: bool = False) -> MeasuredRow:
         report = partial(advance, note=score.name)
-        texts, probes = (self.base_texts, self.base_probes) if is_base else (self.texts, self.probes)
+        asked = self.asked_of_base if is_base else self.asked
         measured = {
             side: replace(
                 measure(model, text, self.run.windows(), report, self.processes),
                 bytes=self.bytes[side],
             )
-            for side, text in texts.items()
+            for side, text in asked.texts.items()
         }
-        if probes is not None and (score.kind != "disabled" or score.base is None):
-            seconds = self.settings.python_seconds
-            asked = ask_probes(model, probes, self.run.windows(), seconds, report, self.processes)
-            score = replace(score, probes=asked)
-        fingerprints = self.fingerprints[is_base]
-        return MeasuredRow(replace(score, old=measured.get("old"), new=measured.get("new")), fingerprints)
+        answers = score.kind != "disabled" or score.base is None
+        rows, how = self.run.windows(), (report, self.processes)
+        if asked.probes is not None and answers:
+            judged = ask_probes(model, asked.probes, rows, self.settings.python_seconds, *how)
+            score = replace(score, probes=judged)
+        if asked.instructions is not None and answers:
+            score = replace(score, answers=ask_instructions(model, asked.instructions, rows, *how))
+        return MeasuredRow(replace(score, old=measured.get("old"), new=measured.get("new")), asked.fingerprints)
 
     def _parts(
         self, subject: Subject, model: Any, disabled: str

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from scale_surgery.checkpoint.records import RecordError, read_record
 from scale_surgery.errors import DataError, Problem
 from scale_surgery.evidence.eval_targets import Subject
+from scale_surgery.evidence.greedy import Prompts
 from scale_surgery.evidence.probe_rules import first_number
 from scale_surgery.fields import Count
 from scale_surgery.progress import no_progress
@@ -61,9 +62,9 @@ class EncodedProbes:
     tokenizer: Any
 
     @property
-    def tokens(self) -> int:
-        """Most tokens that are read and generated."""
-        return sum(map(len, self.ids)) + sum(self.lengths)
+    def prompts(self) -> Prompts:
+        """Their prompts."""
+        return Prompts(self.ids, self.lengths, self.tokenizer)
 
 
 def read_probes(file: Path | None, *, run_python: bool) -> tuple[Probe, ...]:

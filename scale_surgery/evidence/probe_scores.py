@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.records import open_record
+from scale_surgery.evidence.greedy import Said, answer_greedily
 from scale_surgery.evidence.probe_file import EncodedProbes, Probe
 from scale_surgery.evidence.probe_rules import is_exact, is_number, passes
 from scale_surgery.progress import Progress
-from scale_surgery.running.loading import RUNNING, translated
-from scale_surgery.running.loss import evaluating
-from scale_surgery.running.own_generation import end_tokens, generate_with
-from scale_surgery.running.processes import shared_out
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -128,8 +124,6 @@ def ask_probes(
 ) -> ProbeScore:
     """Generate the answers of a model greedily, and judge them. Several processes share the batches.
 
-    A batch has prompts of one length, so that no answer depends on padding.
-
     Args:
         model: A loaded model, with its present choice of paths.
         encoded: Probes in its tokens.
@@ -138,59 +132,11 @@ def ask_probes(
         advance: Reports the tokens that were read or are generated at most.
         processes: The processes that share the batches; None for one.
     """
-    batches = list(_batches(encoded, batch_size))
 
-    def ask(batch: Sequence[int]) -> list[ProbeAnswer]:
-        texts = _generate(model, encoded, batch)
-        tokens = sum(len(encoded.ids[place]) + encoded.lengths[place] for place in batch)
-        advance(tokens * (1 if processes is None else processes.num_processes))
-        return [judge(encoded.probes[place], text, seconds) for place, text in zip(batch, texts, strict=True)]
+    def judged(place: int, said: Said) -> ProbeAnswer:
+        return judge(encoded.probes[place], said.text, seconds)
 
-    with evaluating(model), translated(*RUNNING):
-        asked = shared_out(batches, ask, processes)
-    places = [place for batch in batches for place in batch]
-    answers = dict(zip(places, (answer for some in asked for answer in some), strict=True))
-    return score_answers([answers[place] for place in sorted(answers)])
-
-
-def _batches(encoded: EncodedProbes, batch_size: int) -> Iterator[list[int]]:
-    """Yield the places of probes with equal numbers of tokens, the longest first."""
-
-    def size(place: int) -> tuple[int, int]:
-        return len(encoded.ids[place]), encoded.lengths[place]
-
-    for _, alike in groupby(sorted(range(len(encoded.ids)), key=size, reverse=True), key=size):
-        places = list(alike)
-        yield from (places[start : start + batch_size] for start in range(0, len(places), batch_size))
-
-
-def _generate(model: Any, encoded: EncodedProbes, batch: Sequence[int]) -> list[str]:
-    import torch
-
-    tokenizer, length = encoded.tokenizer, encoded.lengths[batch[0]]
-    ids = torch.tensor([encoded.ids[place] for place in batch], device=model.device)
-    ends = {*end_tokens(model), tokenizer.eos_token_id} - {None}
-    made = generate_with(
-        model,
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-        max_new_tokens=length,
-        do_sample=False,
-        # rows that have ended are filled up with it
-        pad_token_id=min(ends, default=0),
-        eos_token_id=sorted(ends) or None,
-    )
-    rows = made[:, ids.shape[1] :].tolist()
-    return [_decode(encoded, place, row, ends) for place, row in zip(batch, rows, strict=True)]
-
-
-def _decode(encoded: EncodedProbes, place: int, new: Sequence[int], ends: set[int]) -> str:
-    """Decode an answer after its prompt, since some tokenizers drop the blanks at the start of a text."""
-    end = next((number for number, token in enumerate(new) if token in ends), len(new))
-    before, whole = (
-        encoded.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for ids in (encoded.ids[place], [*encoded.ids[place], *new[:end]])
-    )
-    return str(whole.removeprefix(before))
+    return score_answers(answer_greedily(model, encoded.prompts, judged, batch_size, advance, processes))
 
 
 def judge(probe: Probe, text: str, seconds: float) -> ProbeAnswer:

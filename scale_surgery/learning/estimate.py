@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint
@@ -25,7 +24,8 @@ from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole, translated
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.answers import ChatReader
-from scale_surgery.text.documents import Document, read_questions, read_text
+from scale_surgery.text.beginnings import find_beginnings
+from scale_surgery.text.documents import Document, read_text
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows
 from scale_surgery.text.sources import TextSource, parse_source
@@ -188,7 +188,7 @@ def _to_sample(
 ) -> ToSample | None:
     """Forecast the own samples of the base, and the time to draw them."""
     # imports torch
-    from scale_surgery.training.base_samples import begin_tokens, tokens_per_second
+    from scale_surgery.training.base_samples import tokens_per_second
     from scale_surgery.training.sampling import sampling_of
 
     recipe, settings = work.recipe, work.recipe.training
@@ -201,15 +201,13 @@ def _to_sample(
     batches = steps * settings.gradient_accumulation * recipe.processes
     length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
     sampling = sampling_of(settings, batches, sequence, length)
-    beginnings = [] if settings.rehearsal_prompts is None else read_questions([Path(settings.rehearsal_prompts)])
-    begins = begin_tokens(tokenizer, beginnings, recipe.model)
+    begins = find_beginnings(tokenizer, recipe.model, length, settings.rehearsal_prompts, raw=settings.rehearsal_raw)
     speed = None
     if base_bytes <= recipe.running.memory_bytes:
-        rows = sampling.rows(len(begins))
         with loaded_whole(checkpoint, recipe.model, recipe.running) as model:
             alone = expansion_disabled(model) if work.is_one_of_several else nullcontext()
             with alone, translated("model-not-run", recipe.model):
-                speed = tokens_per_second(model, begins[0], rows, tokenizer)
+                speed = tokens_per_second(model, begins, sampling)
     return ToSample(sampling.count, sampling.tokens, None if speed is None else sampling.tokens / speed)
 
 

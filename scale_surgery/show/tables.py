@@ -22,6 +22,7 @@ from scale_surgery.show.layout import NEXT, Facts, NamedRows, Warned, heading, s
 from scale_surgery.visible import visible
 
 if TYPE_CHECKING:
+    from scale_surgery.evidence.answer_scores import AnswerScore
     from scale_surgery.evidence.evaluate import Evaluation
     from scale_surgery.evidence.forgetting_limit import ForgettingLimit
     from scale_surgery.evidence.inspect import ExpansionSummary, FolderSummary, Inspection
@@ -298,6 +299,8 @@ def render_evaluation(result: Evaluation) -> RenderableType:
             parts += [_render_side(title, change, rows), Text()]
     for table in _probe_tables(result):
         parts += [table, Text()]
+    if any(score.answers for score in result.scores):
+        parts += [_render_answers([(score.name, score.answers) for score in result.scores]), Text()]
     notes = [sentence(f"note: {note}", "yellow") for note in result.notes]
     notes += [] if result.limit is None else [_limit_line(result.limit)]
     return Group(*(parts if notes else parts[:-1]), *notes)
@@ -324,6 +327,16 @@ def _render_group(rows: Sequence[tuple[str, GroupCount]]) -> RenderableType:
         table.add_row(name, f"{count.right}", f"{count.share:.1%}", kept, known)
     title = f"probes: {first.group}" if first.group else "all probes"
     return Group(heading(title, f"{counted(first.asked, 'probe')}"), table)
+
+
+def _render_answers(rows: Sequence[tuple[str, AnswerScore | None]]) -> RenderableType:
+    table = NamedRows(["end", "repeat", "other language"])
+    for name, score in rows:
+        if score is not None:
+            other = "" if score.other_share is None else f"{score.other_share:.1%}"
+            table.add_row(name, f"{score.ended_share:.1%}", f"{score.repeating_share:.1%}", other)
+    asked = max(score.asked for _, score in rows if score is not None)
+    return Group(heading("answers", f"to {counted(asked, 'instruction')}"), table)
 
 
 def _limit_line(limit: ForgettingLimit) -> Text:

@@ -1,17 +1,22 @@
-"""Replacement for missing old text: samples from the base, starting with the token that begins a text."""
+"""Replacement for missing old text: samples from the base, which begin as those of rehearsal do.
+
+A model with a chat template answers instructions, and each row of the file is a conversation. Other models write texts.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from scale_surgery.checkpoint.files import write_text
 from scale_surgery.checkpoint.staging import check_output_files
 from scale_surgery.errors import DataError, PlanError, Problem
+from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.fields import problems_of
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.freeze import expansion_disabled
@@ -19,29 +24,33 @@ from scale_surgery.running.loading import translated
 from scale_surgery.running.options import RunOptions
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.talking.speaker import loaded_speaker, open_subject
-from scale_surgery.training.base_samples import begin_tokens, sample_texts
+from scale_surgery.text.beginnings import Beginnings, find_beginnings
+from scale_surgery.text.conversations import ANSWERS
+from scale_surgery.training.base_samples import sample_texts
 from scale_surgery.training.kept_samples import identity_in, kept_or_drawn, made_of
 from scale_surgery.training.sampling import Sampling
 
 # settings that apply, since samples are drawn from the base's whole distribution
-SAMPLED_BY = ("max_new_tokens", "temperature", "seed")
+SAMPLED_BY = ("raw", "max_new_tokens", "temperature", "seed")
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A file of texts that a base wrote, one {"text"} per line.
+    """A file of texts that a base wrote, one {"text"} per line, or one {"messages"} for a model with a chat template.
 
     Attributes:
         path: The file.
         texts: Number of texts.
-        tokens: Tokens in them, with the ends of texts.
+        tokens: Tokens that the base wrote, with the ends of texts.
         found: Note that an earlier run of the same base drew them, or why the next will not find them; else empty.
+        begun: Instructions that it answered, and those that were left out; empty for plain texts.
     """
 
     path: Path
     texts: int
     tokens: int
     found: str
+    begun: str = ""
 
 
 def write_samples_of(
@@ -54,7 +63,11 @@ def write_samples_of(
     revision: str | None = None,
     track: Track = no_track,
 ) -> Samples:
-    """Let the base of a model write texts into a JSONL file, one {"text"} per line, as rehearsal does."""
+    """Let the base of a model write texts into a JSONL file, as rehearsal does.
+
+    A line is {"text"}, or {"messages"} with an instruction and its answer if the model has a chat template. An answer
+    that reached the limit has no end there; it gets one when the file is read.
+    """
     check_output_files([Path(output)], [model])
     usual = GenerationSettings()
     useless = [
@@ -71,32 +84,66 @@ def write_samples_of(
     subject = open_subject(model, usual, run=run, revision=revision)
     if subject.is_fused:
         raise PlanError(Problem("base-fused", "--samples", model=subject.name))
-    tokenizer, most = subject.tokenizer, settings.max_new_tokens + 1
-    begins = begin_tokens(tokenizer, [], subject.name)
-    length = most if subject.context is None else min(most, subject.context)
+    tokenizer = subject.tokenizer
+    begins, length = _begin(subject, settings)
     temperature = 1.0 if settings.temperature is None else settings.temperature
-    sampling = Sampling(count, length, temperature, settings.seed)
+    sampling = Sampling(count, length, temperature, settings.seed, new_tokens=settings.max_new_tokens)
     with loaded_speaker(subject, run, track) as speaker:
         alone = expansion_disabled(speaker.network) if subject.is_expanded else nullcontext()
         with alone, translated("model-not-run", subject.name):
             # as in training with a base that is not quantised
             base = [*identity_in(subject.checkpoint), None]
-            drawn_of = made_of(speaker.network, base, begins, sampling, tokenizer)
-            own = kept_or_drawn(
-                lambda: sample_texts(speaker.network, begins, sampling, tokenizer, track), drawn_of, None, track
-            )
-    samples = own.texts
-    written = [_without_ends(samples[place]["input_ids"], tokenizer.eos_token_id) for place in range(count)]
-    # other special tokens stay, since they are tokenized back to themselves
-    texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in written]
-    texts = [text for text in texts if text.strip()]
-    if not texts:
+            drawn_of = made_of(speaker.network, base, begins, sampling)
+            own = kept_or_drawn(lambda: sample_texts(speaker.network, begins, sampling, track), drawn_of, None, track)
+    places = list(chain.from_iterable(sampling.batches(begins.lengths)))
+    rows = [own.texts[number]["input_ids"].tolist() for number in range(len(own.texts))]
+    written = [_Written(begins, place, ids, tokenizer) for place, ids in zip(places, rows, strict=True)]
+    lines = [each.line for each in written if each.text.strip()]
+    if not lines:
         raise DataError(Problem("samples-empty", subject.name))
-    write_text(Path(output), "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
-    return Samples(Path(output), len(texts), len(samples.ids) - count, own.found)
+    write_text(Path(output), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    tokens = sum(len(each.ids) - len(each.begin) for each in written)
+    return Samples(Path(output), len(lines), tokens, own.found, begins.describe(count))
 
 
-def _without_ends(ids: Tensor, end: int | None) -> list[int]:
-    """Return a sample without its start token and its end token: texts get theirs when they are read."""
-    inside: list[int] = ids[1:].tolist()
-    return inside[:-1] if inside and inside[-1] == end else inside
+def _begin(subject: Subject, settings: GenerationSettings) -> tuple[Beginnings, int]:
+    """Return the beginnings of samples, and the most tokens of a sample with its beginning."""
+    begins = find_beginnings(subject.tokenizer, subject.name, subject.context, raw=settings.raw)
+    most = settings.max_new_tokens + max(begins.lengths)
+    return begins, most if subject.context is None else min(most, subject.context)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A sample as a row of a file."""
+
+    begins: Beginnings
+    place: int
+    ids: Sequence[int]
+    tokenizer: Any
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Its beginning."""
+        return self.begins.ids[self.place]
+
+    @property
+    def text(self) -> str:
+        """The text that the base wrote, without the end token: texts and answers get theirs when they are read."""
+        ids = self.ids[:-1] if self.ids[-1] in self.begins.ends and len(self.ids) > len(self.begin) else self.ids
+        if self.begins.asked is None:
+            return self._decode(ids[len(self.begin) :])
+        # after its beginning, since some tokenizers drop the blanks at the start of a text
+        return self._decode(ids).removeprefix(self._decode(self.begin))
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Its row."""
+        if self.begins.asked is None:
+            return {"text": self.text}
+        asked = map(dict, self.begins.asked[self.place].messages)
+        return {"messages": [*asked, {"role": ANSWERS, "content": self.text}]}
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        # other special tokens stay, since they are tokenized back to themselves
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -104,7 +104,7 @@ def read_documents(
 
 def read_text(source: TextSource, advance: Progress = no_progress, *, whole: bool = True) -> Iterator[Document]:
     """Read the documents of one file or dataset."""
-    return _from_rows(source, advance) if _holds_rows(source) else _from_text(source, advance, whole=whole)
+    return _from_rows(source, advance) if holds_rows(source) else _from_text(source, advance, whole=whole)
 
 
 def _from_text(source: TextSource, advance: Progress, *, whole: bool) -> Iterator[Document]:
@@ -154,10 +154,11 @@ def read_questions(paths: Sequence[Path]) -> list[str]:
 
 def _prompts_of(path: Path) -> Iterator[str]:
     for text in texts_in(parse_source(path)):
-        yield from _prompts_in_rows(text) if _holds_rows(text) else _prompts_in_text(text)
+        yield from _prompts_in_rows(text) if holds_rows(text) else prompts_in_text(text)
 
 
-def _prompts_in_text(source: TextSource) -> Iterator[str]:
+def prompts_in_text(source: TextSource) -> Iterator[str]:
+    """Read the prompts of a plain text, one per line."""
     with open_text(source.path, no_progress) as (stream, _):
         refuse_json(stream, source.path)
         text = stream.read()
@@ -168,13 +169,13 @@ def _prompts_in_text(source: TextSource) -> Iterator[str]:
 def _prompts_in_rows(source: TextSource) -> Iterator[str]:
     names = PROMPTS if source.column is None else (source.column,)
     problems: list[Problem] = []
-    for place, row in _rows_of(source, no_progress):
+    for place, row in rows_of(source, no_progress):
         texts = [row.get(name) for name in names] if isinstance(row, Mapping) else []
         prompt = next((text for text in texts if text_problem(text, "") is None), None)
         if prompt is not None:
             yield prompt
         elif row != BLANK:
-            problems.append(_row_problem(place, row, names, EXPECTED_PROMPT))
+            problems.append(row_problem(place, row, names, EXPECTED_PROMPT))
     if problems:
         raise DataError(*problems)
 
@@ -183,7 +184,7 @@ def _is_dataset(source: TextSource) -> bool:
     return source.is_folder or source.is_on_hub or source.path.suffix.lower() in DATA_FILES
 
 
-def _holds_rows(source: TextSource) -> bool:
+def holds_rows(source: TextSource) -> bool:
     """Return True if a source holds objects with fields, False if it is plain text."""
     is_rows = _is_dataset(source) or suffix_of(source.path) in (*LINES, ARRAY, *TABLES)
     settings = ("split", "config", "revision") if is_rows else ("column", "split", "config", "revision")
@@ -194,7 +195,7 @@ def _holds_rows(source: TextSource) -> bool:
     return is_rows
 
 
-def _rows_of(source: TextSource, advance: Progress) -> Iterator[tuple[str, Any]]:
+def rows_of(source: TextSource, advance: Progress) -> Iterator[tuple[str, Any]]:
     """Read the rows of a file or dataset, each with a phrase for its place."""
     path, suffix = source.path, suffix_of(source.path)
     entries = read_values(path, advance) if suffix == ARRAY and not _is_dataset(source) else None
@@ -220,7 +221,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
     problems: list[Problem] = []
     more = 0
     first_silent, silent, is_empty = "", 0, True
-    for number, (place, row) in enumerate(_rows_of(source, advance), start=1):
+    for number, (place, row) in enumerate(rows_of(source, advance), start=1):
         if number % ROWS_A_REPORT == 0:
             advance(0, counted(number, "row"))  # the size of a dataset in bytes is unknown
         # a blank line of JSONL has no fields at all
@@ -232,7 +233,7 @@ def _from_rows(source: TextSource, advance: Progress) -> Iterator[Document]:
             if not documents and _messages_of(row, fields) is not None:
                 first_silent, silent = first_silent or place, silent + 1
         elif len(problems) < MOST_LINES:
-            problems.append(_row_problem(place, row, every, expected))
+            problems.append(row_problem(place, row, every, expected))
         else:
             more += 1  # every row may have one
     if problems:
@@ -272,7 +273,7 @@ def _holds_messages(name: str, value: Any) -> bool:
     return name == "messages" or (could_be and name not in TEXTS)
 
 
-def _row_problem(place: str, row: Any, names: Iterable[str], expected: str) -> Problem:
+def row_problem(place: str, row: Any, names: Iterable[str], expected: str) -> Problem:
     """Return the problem of a row that fits none of the known fields."""
     if isinstance(row, Unread):
         return row.problem.within(place)

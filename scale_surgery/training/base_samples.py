@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from scale_surgery.running.loading import quiet_transformers
 from scale_surgery.running.loss import evaluating
 from scale_surgery.running.own_generation import generate_with
 from scale_surgery.running.tokenizer import check_token_ids
-from scale_surgery.text.documents import read_questions
+from scale_surgery.text.beginnings import Beginnings, find_beginnings
 from scale_surgery.text.sequences import Sequences, concatenate
 from scale_surgery.text.tokenizing import pack, tokenize_prompts
 from scale_surgery.training.kept_samples import OwnText, identity_of, kept_or_drawn, made_of
@@ -49,22 +49,26 @@ def write_own_text(
     track: Track,
 ) -> OwnText:
     """Let the base write its rehearsal text, or find the text of an earlier run."""
-    name, prompts = folder.path.name, settings.rehearsal_prompts
+    name = folder.path.name
     context = {name: context_of(folder.config)}
     sequence = choose_length(settings.sequence_length, context)
     length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
     sampling = sampling_of(settings, batches, sequence, length)
-    begins = begin_tokens(tokenizer, read_questions([Path(prompts)]) if prompts else [], name)
+    begins = find_beginnings(tokenizer, name, length, settings.rehearsal_prompts, raw=settings.rehearsal_raw)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    check_token_ids(name, max(chain.from_iterable(begins), default=0), vocabulary, "the rehearsal prompts")
+    check_token_ids(name, begins.highest, vocabulary, "the rehearsal prompts")
 
     def draw() -> Sequences:
         with quiet_transformers():
-            return sample_base(model, begins, sampling, tokenizer, track)
+            return sample_base(model, begins, sampling, track)
 
     base = [*identity_of(folder.manifest), settings.base_quantization]
-    own = kept_or_drawn(draw, made_of(model, base, begins, sampling, tokenizer), cache, track)
-    return own if prompts else replace(own, texts=as_documents(own.texts, tokenizer))
+    own = kept_or_drawn(draw, made_of(model, base, begins, sampling), cache, track)
+    # a sample of a chat is rehearsed whole, as it was: instruction, answer and the end of the turn. The divergence is
+    # computed over all of it and not over the answer alone. It compares distributions, so words of the instruction are
+    # not learned as text; that the model reads them as its base does is a part of answering as its base does
+    texts = own.texts if begins.asked else as_documents(own.texts, tokenizer)
+    return replace(own, texts=texts, begun=begins.describe(len(own.texts)))
 
 
 def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:
@@ -93,28 +97,14 @@ def _shifted(samples: Sequences, length: int) -> Sequences:
     return Sequences(samples.ids[cut:], samples.labels[cut:], starts)
 
 
-def begin_tokens(tokenizer: Any, prompts: Sequence[str], place: str) -> list[list[int]]:
-    """Return the token ids at the start of samples: the prompts, or the token that starts a text."""
-    if prompts:
-        return [ids for ids in tokenize_prompts(prompts, tokenizer) if ids]
-    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if begin is None:
-        raise DataError(Problem("first-token-missing", place))
-    return [[begin]]
-
-
-def sample_base(
-    model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
-) -> Sequences:
+def sample_base(model: Any, begins: Beginnings, sampling: Sampling, track: Track) -> Sequences:
     """Sample texts from the base inside an expanded model: `sample_texts` with the expansion disabled."""
     with expansion_disabled(model):
-        return sample_texts(model, begins, sampling, tokenizer, track)
+        return sample_texts(model, begins, sampling, track)
 
 
-def sample_texts(
-    model: Any, begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, track: Track
-) -> Sequences:
-    """Sample texts from a model."""
+def sample_texts(model: Any, begins: Beginnings, sampling: Sampling, track: Track) -> Sequences:
+    """Sample texts from a model, each up to and including the token that ends it."""
     parts: list[Sequences] = []
     devices = [model.device] if model.device.type == "cuda" else []
     with (
@@ -123,11 +113,11 @@ def sample_texts(
         track("samples", sampling.tokens) as advance,
     ):
         torch.manual_seed(sampling.seed)
-        progress = _Progress(sampling, len(begins), tokenizer.eos_token_id, advance)
-        for begin, places in _in_turns(begins, sampling.count, sampling.rows(len(begins))):
-            made = _generate(model, begin, len(places), sampling, tokenizer, progress.take)
-            drawn = [_row(ids, len(begin), tokenizer.eos_token_id) for ids in made.cpu()]
-            parts += drawn
+        progress = _Progress(sampling, begins, advance)
+        for places in sampling.batches(begins.lengths):
+            begun = [begins.ids[place] for place in places]
+            made = _generate(model, begun, sampling, begins.ends, progress.take)
+            parts += [_row(ids, len(begun[0]), begins.ends) for ids in made.cpu()]
             progress.end(parts)
             if sampling.enough is not None and progress.tokens >= sampling.enough:
                 parts = _until(parts, sampling.enough)
@@ -144,16 +134,16 @@ def _until(parts: Sequence[Sequences], enough: int) -> list[Sequences]:
 class _Progress:
     """Progress of sampling, token by token."""
 
-    def __init__(self, sampling: Sampling, begins: int, end: int | None, advance: Progress) -> None:
-        self.sampling, self.end_id, self.advance = sampling, end, advance
+    def __init__(self, sampling: Sampling, begins: Beginnings, advance: Progress) -> None:
+        self.sampling, self.ends, self.advance = sampling, torch.tensor(begins.ends, dtype=torch.long), advance
         # tokens of complete batches, and these plus the current batch
         self.tokens = self.reached = self.done = self.steps = 0
-        self.note, self.began = sampling.describe(begins), time.monotonic()
+        self.note, self.began = sampling.describe(begins.lengths), time.monotonic()
         advance(0, Finding(self.note, self.note))
 
     def take(self, ids: Tensor) -> None:
         """Count the newest token of each row that has not ended."""
-        self.reached += len(ids) if self.end_id is None else int((ids[:, -2] != self.end_id).sum())
+        self.reached += int((~torch.isin(ids[:, -2], self.ends.to(ids.device))).sum())
         self.steps += 1
         self._report(self.reached, is_timed=self.steps == TIMED)
 
@@ -170,55 +160,45 @@ class _Progress:
         self.advance(self.done - before, Finding(self.note, self.note) if is_long else self.note)
 
 
-def tokens_per_second(model: Any, begin: Sequence[int], rows: int, tokenizer: Any) -> float | None:
-    """Measure over a few tokens how fast a model writes `rows` texts at once; None if all end at their first token."""
+def tokens_per_second(model: Any, begins: Beginnings, sampling: Sampling) -> float | None:
+    """Measure over a few tokens how fast a model writes texts; None if all end at their first token."""
     times: list[float] = []
+    begun = [begins.ids[0]] * sampling.rows_at_once(begins.lengths)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), evaluating(model):
-        sampling = Sampling(rows, len(begin) + TIMED, 1.0, 0)
-        _generate(model, begin, rows, sampling, tokenizer, lambda ids: times.append(time.monotonic()))
-    return rows * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
-
-
-def _in_turns(begins: Sequence[Sequence[int]], count: int, rows: int) -> list[tuple[Sequence[int], range]]:
-    """Return the batches of samples, each with one prompt; prompts get equal shares and take turns."""
-    each = [count // len(begins) + (place < count % len(begins)) for place in range(len(begins))]
-    batches = [
-        (begin, range(start, min(start + rows, total)))
-        for begin, total in zip(begins, each, strict=True)
-        for start in range(0, total, rows)
-    ]
-    return sorted(batches, key=lambda batch: batch[1].start)
+        tried = Sampling(len(begun), len(begun[0]) + TIMED, 1.0, 0)
+        _generate(model, begun, tried, begins.ends, lambda ids: times.append(time.monotonic()))
+    return len(begun) * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
 
 
 def _generate(
     model: Any,
-    begin: Sequence[int],
-    rows: int,
+    begun: Sequence[Sequence[int]],
     sampling: Sampling,
-    tokenizer: Any,
+    ends: Sequence[int],
     on_token: Callable[[Tensor], None],
 ) -> Tensor:
-    """Sample from the base's whole distribution."""
-    ids = torch.tensor([list(begin)[: sampling.length - 1]] * rows, device=model.device)
-    end = tokenizer.eos_token_id
+    """Sample from the base's whole distribution, from beginnings of equal lengths."""
+    ids = torch.tensor([list(begin) for begin in begun], device=model.device)
+    left = sampling.length - ids.shape[1]
     options: dict[str, Any] = {
         "do_sample": True,
         "temperature": sampling.temperature,
         "top_k": 0,
         "top_p": 1.0,
-        "max_new_tokens": sampling.length - ids.shape[1],
-        "eos_token_id": end,
-        "pad_token_id": 0 if end is None else end,
+        "max_new_tokens": left if sampling.new_tokens is None else min(left, sampling.new_tokens),
+        "eos_token_id": list(ends) or None,
+        # what follows the end of a row is cut
+        "pad_token_id": min(ends, default=0),
     }
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     made: Tensor = generate_with(model, inputs, on_token=on_token, **options)
     return made
 
 
-def _row(ids: Tensor, begun: int, end: int | None) -> Sequences:
+def _row(ids: Tensor, begun: int, ends: Sequence[int]) -> Sequences:
     """Return a sample, cut after its end token."""
-    ends = (ids[begun:] == end).nonzero() if end is not None else ids[:0]
-    kept = ids[: begun + int(ends[0]) + 1] if len(ends) else ids
+    found = torch.isin(ids[begun:], torch.tensor(ends, dtype=ids.dtype)).nonzero()
+    kept = ids[: begun + int(found[0]) + 1] if len(found) else ids
     return Sequences(kept.int(), kept.int(), (0, len(kept)))
 
 

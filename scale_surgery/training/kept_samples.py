@@ -21,6 +21,7 @@ from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.parts import hash_parts
 from scale_surgery.folder.record import Manifest, tool_versions
 from scale_surgery.progress import Finding, Track
+from scale_surgery.text.beginnings import Beginnings
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.training.sampling import Sampling
 
@@ -42,17 +43,20 @@ NOT_COMPUTED = (
 class OwnText:
     """Texts that a base wrote.
 
-    `found` notes that an earlier run drew them, or why the next run will not find them; otherwise it is empty.
+    `found` notes that an earlier run drew them, or why the next run will not find them; otherwise it is empty. `begun`
+    describes how they begin; it is empty for texts that begin with the token that starts a text.
     """
 
     texts: Sequences
     found: str
+    begun: str = ""
 
     @property
     def description(self) -> str:
-        """Number of texts and tokens, with their origin."""
+        """Number of texts and tokens, with their beginnings and their origin."""
         drawn = f"{counted(len(self.texts), 'sample')} of the base, {counted(self.texts.tokens, 'token')}"
-        return f"{drawn} ({self.found})" if self.found else drawn
+        notes = "; ".join(filter(None, (self.begun, self.found)))
+        return f"{drawn} ({notes})" if notes else drawn
 
 
 def identity_of(manifest: Manifest, hashes: Mapping[str, str] | None = None) -> list[Any]:
@@ -76,12 +80,10 @@ def _decides(file: str) -> bool:
     return file == CONFIG_FILE or file.endswith(".py")
 
 
-def made_of(
-    model: Any, base: Sequence[Any], begins: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
-) -> dict[str, Any]:
+def made_of(model: Any, base: Sequence[Any], begins: Beginnings, sampling: Sampling) -> dict[str, Any]:
     """Return everything that affects the samples of a base."""
     return {
-        "samples": asdict(sampling) | {"begins": [list(begin) for begin in begins], "end": tokenizer.eos_token_id},
+        "samples": asdict(sampling) | {"begins": list(map(list, begins.ids)), "ends": list(begins.ends)},
         "base": hashlib.sha256(repr(base).encode()).hexdigest(),
         # rows of new tokens change the random numbers
         "vocabulary": model.config.get_text_config(decoder=True).vocab_size,

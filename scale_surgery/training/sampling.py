@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_high
 
 from scale_surgery.errors import counted
 from scale_surgery.training.settings import TrainingSettings
@@ -25,6 +27,7 @@ class Sampling:
         temperature: Temperature of the distribution.
         seed: Seed of everything random.
         enough: Tokens of all texts after which sampling stops. Default: all texts are sampled.
+        new_tokens: Most tokens after the beginning of a text. Default: what `length` leaves.
     """
 
     count: int
@@ -32,6 +35,7 @@ class Sampling:
     temperature: float
     seed: int
     enough: int | None = None
+    new_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -39,16 +43,43 @@ class Sampling:
         most = self.count * self.length
         return most if self.enough is None else min(most, self.enough)
 
-    def rows(self, begins: int) -> int:
-        """Return the number of texts in one call of generate, given the number of prompts."""
-        least = self.count if self.enough is None else min(self.count, math.ceil(self.enough / self.length))
-        return max(1, min(TOGETHER, TOKENS_TOGETHER // self.length, math.ceil(least / begins)))
+    @property
+    def least(self) -> int:
+        """Number of texts that are needed even if all reach their full length."""
+        return self.count if self.enough is None else min(self.count, math.ceil(self.enough / self.length))
 
-    def describe(self, begins: int = 1) -> str:
+    @property
+    def rows(self) -> int:
+        """Most texts in one call of generate."""
+        return max(1, min(TOGETHER, TOKENS_TOGETHER // self.length, self.least))
+
+    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Generate batches of texts, each text as the place of its beginning, given the tokens of each beginning.
+
+        Beginnings take turns. Those of a batch have equal lengths, so that no text depends on padding.
+        """
+        # texts of one group are certainly needed, or come after all earlier ones: grouped by length within it, they
+        # stay spread over the beginnings when sampling stops early
+        group = self.rows * math.ceil(self.least / self.rows)
+        for start in range(0, self.count, group):
+            alike: dict[int, list[int]] = {}
+            for number in range(start, min(start + group, self.count)):
+                place = number % len(lengths)
+                alike.setdefault(lengths[place], []).append(place)
+            for places in alike.values():
+                yield from (places[first : first + self.rows] for first in range(0, len(places), self.rows))
+
+    def rows_at_once(self, lengths: Sequence[int]) -> int:
+        """Return the usual number of texts in one call of generate, given the tokens of each beginning."""
+        needed = replace(self, count=self.least, enough=None)
+        return median_high(len(places) for places in needed.batches(lengths))
+
+    def describe(self, lengths: Sequence[int]) -> str:
         """Describe the samples before they are drawn."""
-        texts, rows = counted(self.count, "text"), self.rows(begins)
+        texts, rows = counted(self.count, "text"), self.rows_at_once(lengths)
         drawn = texts if self.enough is None else f"about {self.tokens:,} tokens in at most {texts}"
-        return f"the base writes {drawn}, {rows:,} at once" if rows > 1 else f"the base writes {drawn}"
+        begun = f" from {counted(len(lengths), 'beginning')}" if len(lengths) > 1 else ""
+        return f"the base writes {drawn}{begun}" + (f", {rows:,} at once" if rows > 1 else "")
 
 
 def sampling_of(settings: TrainingSettings, batches: int, sequence: int, length: int) -> Sampling:

@@ -69,8 +69,10 @@ class TrainingSettings:
             run rehearses, in at most 800 texts.
         rehearsal_length: Tokens in a sample (rehearse self). Default: the sequence length.
         rehearsal_temperature: Sampling temperature (rehearse self).
-        rehearsal_prompts: Text file with the beginnings of samples, one a line (rehearse self). Default: the
-            tokenizer's first token of a text.
+        rehearsal_prompts: File of instructions that the base answers through its chat template, one a line, or JSONL
+            with {"prompt"}, {"system", "prompt"} or {"messages"}; without a template, of beginnings that it continues
+            (rehearse self). Default: 200 instructions of this package, or the tokenizer's first token of a text.
+        rehearsal_raw: Sample plain text without the chat template (rehearse self).
     """
 
     name: str | None = None
@@ -104,6 +106,7 @@ class TrainingSettings:
     rehearsal_length: SequenceLength | None = field(default=None, metadata=NO_OPTION)
     rehearsal_temperature: AboveZero = field(default=1.0, metadata=NO_OPTION)
     rehearsal_prompts: str | None = field(default=None, metadata=NO_OPTION)
+    rehearsal_raw: bool = field(default=False, metadata=NO_OPTION)
 
     @property
     def rehearses_itself(self) -> bool:

@@ -483,7 +483,7 @@ def test_command_says_what_a_model_was_asked_to_stay(place: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["BASE"], "--old, --new and --probes are missing, give at least one of them."),
+        (["BASE"], "--old, --new, --probes and --instructions are missing, give at least one of them."),
         (["BASE", "--old", "old.txt", "-o", "p.png"], "A picture needs --old and --new"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from scale_surgery.errors import PlanError, Problem
 from scale_surgery.progress import no_track
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.text.beginnings import begin_texts, find_beginnings
 from scale_surgery.text.documents import read_documents
-from scale_surgery.training.base_samples import begin_tokens, sample_texts
+from scale_surgery.training.base_samples import sample_texts
 from scale_surgery.training.sampling import Sampling
 from tests.command import run
 from tests.composed import make_speaking
 from tests.conftest import Bars, load, problems, refused
 from tests.each import mostly
+from tests.instruct import make_instruct
 
 SETTINGS = GenerationSettings(max_new_tokens=15, seed=3)
 
@@ -31,8 +35,8 @@ def texts_of(file: Path) -> list[str]:
 def as_rehearsed(model: Any, folder: Path, count: int) -> list[str]:
     """What rehearsal would draw, as text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    begins = begin_tokens(tokenizer, [], "model")
-    samples = sample_texts(model, begins, Sampling(count, 16, 1.0, 3), tokenizer, no_track)
+    begins = begin_texts(tokenizer, "model")
+    samples = sample_texts(model, begins, Sampling(count, 16, 1.0, 3), no_track)
     rows = [samples[place]["input_ids"].tolist() for place in range(count)]
     return [tokenizer.decode([id_ for id_ in row if id_ not in tokenizer.all_special_ids]) for row in rows]
 
@@ -53,6 +57,37 @@ def test_of_many_expansions_the_base_writes(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "old.jsonl") == as_rehearsed(load(made.base), made.base, 4)
     with refused("option-without-effect", "--expansion", PlanError):
         write_samples_of(composed, tmp_path / "old.jsonl", 4, GenerationSettings(expansion="law"))
+
+
+def test_a_model_with_a_template_answers_instructions(tmp_path: Path) -> None:
+    """Each row is a conversation with what was drawn, up to the end of the turn; it is read as one."""
+    base = make_instruct(tmp_path / "base")
+    tokenizer, model = AutoTokenizer.from_pretrained(base), load(base)
+    done = write_samples_of(base, tmp_path / "old.jsonl", 6, replace(SETTINGS, max_new_tokens=40))
+    begins = find_beginnings(tokenizer, "base", model.config.max_position_embeddings)
+    length = min(max(begins.lengths) + 40, model.config.max_position_embeddings)
+    sampling = Sampling(6, length, 1.0, 3, new_tokens=40)
+    samples = sample_texts(model, begins, sampling, no_track)
+    expected = []
+    for number, place in enumerate(chain.from_iterable(sampling.batches(begins.lengths))):
+        begun, row = list(begins.ids[place]), samples[number]["input_ids"].tolist()
+        answer = row[len(begun) :]
+        assert row[: len(begun)] == begun and 0 < len(answer) <= 40
+        assert answer[-1] in begins.ends or len(answer) == 40 or len(row) == length
+        assert not {*begins.ends} & {*answer[:-1]}, "nothing follows the end"
+        text = tokenizer.decode(
+            answer[:-1] if answer[-1] in begins.ends else answer, clean_up_tokenization_spaces=False
+        )
+        asked = begins.asked[place].messages
+        expected += [[*asked, {"role": "assistant", "content": text}]] if text.strip() else []
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "old.jsonl").read_text().splitlines()]
+    assert rows == expected and done.texts == len(rows) > 0 and "answers to" in done.begun
+    assert [document.text for document in read_documents([tmp_path / "old.jsonl"])] == [
+        row[-1]["content"] for row in rows
+    ]
+    # the control
+    plain = write_samples_of(base, tmp_path / "plain.jsonl", 2, replace(SETTINGS, raw=True))
+    assert plain.begun == "" and texts_of(tmp_path / "plain.jsonl")
 
 
 def test_what_cannot_be_sampled_is_refused(place: Path, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from scale_surgery.progress import Finding
 from scale_surgery.show.log_lines import LogLines
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.text.beginnings import begin_prompts, begin_texts
+from scale_surgery.text.instructions import Instruction
 from scale_surgery.training.base_samples import (
-    begin_tokens,
     sample_base,
     sample_texts,
 )
@@ -59,6 +60,11 @@ def learn(place: Path, tmp_path: Path) -> Callable[..., tuple[Training, str]]:
     return run
 
 
+def asking(*texts: str) -> list[Instruction]:
+    """Prompts, one a line."""
+    return [Instruction(({"role": "user", "content": text},), text) for text in texts]
+
+
 class Told:
     """Notes of the work with some label, and what was done when each came."""
 
@@ -95,22 +101,30 @@ class Told:
 def test_a_base_writes_what_a_run_needs(changes: dict, batches: int, texts: int, tokens: int, rows: int) -> None:
     settings = TrainingSettings(rehearse=("self",), sequence_length=128, **changes)
     sampling = sampling_of(settings, batches, 128, 128)
-    assert (sampling.count, sampling.tokens, sampling.rows(1)) == (texts, tokens, rows)
+    assert (sampling.count, sampling.tokens, sampling.rows_at_once([1])) == (texts, tokens, rows)
 
 
 def test_rows_at_once_fit_memory_and_beginnings() -> None:
-    assert Sampling(800, 1024, 1.0, 0).rows(1) == 16 and Sampling(800, 8192, 1.0, 0).rows(1) == 2
-    assert Sampling(800, 10**6, 1.0, 0).rows(1) == 1
-    assert Sampling(6, 32, 1.0, 0).rows(4) == 2, "each beginning has its turn"
-    assert Sampling(MOST_TEXTS, 128, 1.0, 0, enough=192).rows(1) == 2
+    assert Sampling(800, 1024, 1.0, 0).rows == 16 and Sampling(800, 8192, 1.0, 0).rows == 2
+    assert Sampling(800, 10**6, 1.0, 0).rows == 1
+    assert Sampling(MOST_TEXTS, 128, 1.0, 0, enough=192).rows == 2
+
+
+def test_beginnings_of_one_length_share_a_batch_and_all_take_turns() -> None:
+    batches = list(Sampling(6, 32, 1.0, 0).batches([3, 5, 3, 4]))
+    assert batches == [[0, 2, 0], [1, 1], [3]]
+    assert list(Sampling(5, 8192, 1.0, 0).batches([1])) == [[0, 0], [0, 0], [0]]
+    # texts that are needed for certain come first: two of 32 tokens for 64
+    assert list(Sampling(5, 32, 1.0, 0, enough=64).batches([3, 5, 3])) == [[0], [1], [2, 0], [1]]
+    assert Sampling(6, 32, 1.0, 0).rows_at_once([3, 5, 3, 4]) == 2
 
 
 def test_no_text_is_drawn_after_enough(place: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(SHIPPED_MODEL), load(place / "wide")
-    begins, told = begin_tokens(tokenizer, [], "model"), Told()
-    some = sample_base(model, begins, Sampling(50, 24, 1.0, 3, enough=100), tokenizer, told)
+    begins, told = begin_texts(tokenizer, "model"), Told()
+    some = sample_base(model, begins, Sampling(50, 24, 1.0, 3, enough=100), told)
     assert 100 <= some.tokens < 100 + 24 and some.starts[-2] < 100
-    every = sample_base(model, begins, Sampling(50, 24, 1.0, 3), tokenizer, Told())
+    every = sample_base(model, begins, Sampling(50, 24, 1.0, 3), Told())
     assert len(every) == 50 > len(some), "the control"
     # told before the first token, and then token by token, to the end
     first = told.events[0]
@@ -121,8 +135,8 @@ def test_no_text_is_drawn_after_enough(place: Path) -> None:
 
 def test_beginnings_take_turns_until_enough() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
-    begins = begin_tokens(tokenizer, ["Q: What is", "The"], "model")
-    made = sample_texts(load(SHIPPED_MODEL), begins, Sampling(50, 12, 1.0, 0, enough=40), tokenizer, Told())
+    begins = begin_prompts(tokenizer, asking("Q: What is", "The"), "model", 12)
+    made = sample_texts(load(SHIPPED_MODEL), begins, Sampling(50, 12, 1.0, 0, enough=40), Told())
     texts = [tokenizer.decode(made[row]["input_ids"], skip_special_tokens=True) for row in range(len(made))]
     assert any(text.startswith("Q: What is") for text in texts) and any(text.startswith("The") for text in texts)
 
@@ -133,7 +147,7 @@ def test_a_log_says_what_is_drawn_and_how_long_it_takes(place: Path, monkeypatch
     now = iter(range(0, 10**6, 2))
     monkeypatch.setattr("scale_surgery.training.base_samples.time.monotonic", lambda: next(now))
     log = LogLines(lines.append, clock=lambda: next(now))
-    sample_base(model, begin_tokens(tokenizer, [], "model"), Sampling(30, 24, 1.0, 3), tokenizer, log.track)
+    sample_base(model, begin_texts(tokenizer, "model"), Sampling(30, 24, 1.0, 3), log.track)
     assert lines[0].endswith("samples  0 %  the base writes 30 texts, 30 at once")
     assert any(line.endswith(" left") for line in lines[1:]) and len(lines) > 2
 
@@ -168,10 +182,10 @@ def test_an_interrupted_run_keeps_nothing(place: Path, tmp_path: Path) -> None:
 
 def test_damaged_samples_are_refused_and_a_cache_that_cannot_be_written_is_said(place: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
-    model, begins = load(SHIPPED_MODEL), begin_tokens(tokenizer, [], "model")
+    model, begins = load(SHIPPED_MODEL), begin_texts(tokenizer, "model")
 
     def draw():
-        return sample_texts(model, begins, Sampling(4, 24, 1.0, 0), tokenizer, Told())
+        return sample_texts(model, begins, Sampling(4, 24, 1.0, 0), Told())
 
     cache, kind = tmp_path / "cache", {"samples": 4}
     assert kept_or_drawn(draw, kind, cache, Told()).found == ""

@@ -34,13 +34,13 @@ from scale_surgery.folder.record import read_manifest
 from scale_surgery.progress import no_track
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.text.beginnings import begin_prompts, begin_texts
 from scale_surgery.text.sequences import Sequences, concatenate
 from scale_surgery.text.tokenizing import pack
 from scale_surgery.training import rehearsal
 from scale_surgery.training.base_samples import (
     as_documents,
     as_learned,
-    begin_tokens,
     read_samples,
     sample_base,
 )
@@ -56,6 +56,7 @@ from scale_surgery.training.rehearsal import (
 from scale_surgery.training.sampling import Sampling
 from scale_surgery.training.settings import SAMPLES_FILE, check_settings
 from tests.conftest import digests, load, problems, refused, shake
+from tests.training.test_own_text import asking
 from tests.training.test_train import ask, expansion, same, stopping_at, write_lines
 
 ITSELF = {"rehearse": ("self",), "rehearsal_samples": 12, "rehearsal_length": 24}
@@ -196,22 +197,22 @@ def _one() -> Any:
 def test_the_base_writes_samples_whatever_was_trained(place, shaken, tokenizer):
     state = torch.get_rng_state()
     sampling = Sampling(10, 24, 1.0, seed=3)
-    begins = begin_tokens(tokenizer, [], "biographies")
+    begins = begin_texts(tokenizer, "biographies")
     ours, base = load(shaken, dtype=torch.float32), load(place / "adapt", dtype=torch.float32)
-    samples, base_samples = (sample_base(model, begins, sampling, tokenizer, no_track) for model in (ours, base))
+    samples, base_samples = (sample_base(model, begins, sampling, no_track) for model in (ours, base))
     assert len(samples) == 10 and samples.fingerprint() == base_samples.fingerprint()
     assert torch.get_rng_state().equal(state) and ours.is_expansion_enabled
     rows = [samples[place]["input_ids"].tolist() for place in range(10)]
     assert all(row[0] == tokenizer.bos_token_id and len(row) <= 24 for row in rows)
     assert all(tokenizer.eos_token_id not in row[1:-1] for row in rows)
     assert any(row[-1] == tokenizer.eos_token_id for row in rows), "the model ends what it says"
-    another = sample_base(base, begins, replace(sampling, seed=4), tokenizer, no_track)
+    another = sample_base(base, begins, replace(sampling, seed=4), no_track)
     assert another.fingerprint() != samples.fingerprint()
 
 
 def test_samples_go_on_from_prompts_in_turn(place, tokenizer):
-    begins = begin_tokens(tokenizer, ["Q: What is", "The"], "biographies")
-    made = sample_base(load(place / "preserve"), begins, Sampling(5, 12, 1.0, 0), tokenizer, no_track)
+    begins = begin_prompts(tokenizer, asking("Q: What is", "The"), "biographies", 12)
+    made = sample_base(load(place / "preserve"), begins, Sampling(5, 12, 1.0, 0), no_track)
     texts = [tokenizer.decode(made[row]["input_ids"], skip_special_tokens=True) for row in range(5)]
     assert [text.startswith("Q: What is") for text in texts] == [True] * 3 + [False] * 2
     assert all(text.startswith("The") for text in texts[3:])
@@ -219,8 +220,8 @@ def test_samples_go_on_from_prompts_in_turn(place, tokenizer):
 
 def test_samples_have_the_form_of_the_texts_to_learn(place, tokenizer):
     """Packed as they are; without a begin token where no document has one, to tell the two apart."""
-    begins = begin_tokens(tokenizer, [], "biographies")
-    samples = sample_base(load(place / "preserve"), begins, Sampling(9, 24, 1.0, 0), tokenizer, no_track)
+    begins = begin_texts(tokenizer, "biographies")
+    samples = sample_base(load(place / "preserve"), begins, Sampling(9, 24, 1.0, 0), no_track)
     checkpoint = open_checkpoint(place / "preserve")
     packed, alone = (
         as_learned(samples, TrainingSettings(sequence_length=32, packing=packing), checkpoint)
@@ -248,12 +249,12 @@ def test_samples_that_never_end_do_not_each_begin_a_sequence(place):
 
 @pytest.mark.parametrize("asked", [{"repetition_penalty": 3.0}, {"min_p": 0.9}, {"no_repeat_ngram_size": 1}])
 def test_what_a_base_asks_of_generation_does_not_change_its_samples(place, tokenizer, asked):
-    begins, sampling = begin_tokens(tokenizer, [], "biographies"), Sampling(4, 24, 1.0, 0)
+    begins, sampling = begin_texts(tokenizer, "biographies"), Sampling(4, 24, 1.0, 0)
     model = load(place / "preserve")
-    plain = sample_base(model, begins, sampling, tokenizer, no_track)
+    plain = sample_base(model, begins, sampling, no_track)
     model.generation_config.update(**asked)
     config = model.generation_config
-    asking = sample_base(model, begins, sampling, tokenizer, no_track)
+    asking = sample_base(model, begins, sampling, no_track)
     assert asking.fingerprint() == plain.fingerprint() and model.generation_config is config
 
 
@@ -266,7 +267,7 @@ def test_without_a_token_that_begins_texts_it_says_what_to_give():
         bos_token_id = eos_token_id = None
 
     with refused("first-token-missing", "bare", DataError):
-        begin_tokens(Bare(), [], "bare")
+        begin_texts(Bare(), "bare")
 
 
 # training
