@@ -194,7 +194,7 @@ class _Job:
     def _ask_base(self, model: Any) -> None:
         """Forecast the comparison, let the base write its samples, and measure it."""
         from scale_surgery.text.beginnings import find_beginnings
-        from scale_surgery.training.base_samples import sample_texts, tokens_per_second, write_samples
+        from scale_surgery.training.base_samples import as_documents, sample_texts, tokens_per_second, write_samples
         from scale_surgery.training.sampling import sampling_of
 
         texts, tokenizer = self.texts, self.texts.tokenizer
@@ -207,6 +207,7 @@ class _Job:
         passes = texts.steps * texts.training.batch_size / len(texts.to_learn)
         self.start.forecast(Forecast(texts.steps, passes, sampling.tokens, seconds))
         samples = sample_texts(model, begins, sampling, self.track)
+        samples = samples if begins.asked else as_documents(samples, tokenizer)
         write_samples(self.place.folder / SAMPLES, samples, tokenizer)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         costs = self.place.served_bytes(model), texts.seconds_of_token(model)
