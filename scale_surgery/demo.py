@@ -325,13 +325,13 @@ def _fine_tune(base: Path, data: Path, output: Path, settings: TrainingSettings,
 
     from scale_surgery.running.loading import quiet_transformers
     from scale_surgery.text.documents import read_documents
-    from scale_surgery.text.tokenizing import collate, pack, tokenize
+    from scale_surgery.text.tokenizing import collate, pack, start_tokens, tokenize
     from scale_surgery.training.arguments import make_arguments
     from scale_surgery.training.trainer import Advance
 
     with quiet_transformers():
         model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-        sequences = pack(tokenize(read_documents([data]), tokenizer), SEQUENCE_LENGTH)
+        sequences = pack(tokenize(read_documents([data]), tokenizer), SEQUENCE_LENGTH, start_tokens(tokenizer))
         arguments = make_arguments(
             settings, output, settings.steps or STEPS, RunOptions(), bf16=False, is_measured=False
         )

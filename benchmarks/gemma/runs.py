@@ -29,7 +29,7 @@ from scale_surgery.evidence.probe_file import EncodedProbes, Probe, read_probes
 from scale_surgery.evidence.probe_scores import ProbeAnswer, ask_probes, judge, score_answers
 from scale_surgery.progress import no_progress, no_track
 from scale_surgery.text.beginnings import begin_texts
-from scale_surgery.text.tokenizing import pack
+from scale_surgery.text.tokenizing import pack, start_tokens
 from scale_surgery.training.allocator import keep_freed_memory
 from scale_surgery.training.base_samples import sample_texts
 from scale_surgery.training.sampling import Sampling
@@ -129,7 +129,7 @@ class Place:
             sampling = Sampling(self.settings.samples, LENGTH, 1.0, seed=0)
             begins = begin_texts(self.tokenizer, self.base.name)
             texts = sample_texts(whole(self.base, 0).eval(), begins, sampling, no_track)
-            packed = pack(texts, LENGTH)
+            packed = pack(texts, LENGTH, start_tokens(self.tokenizer))
             rows = (packed[place]["input_ids"].long() for place in range(len(packed)))
             torch.save(torch.stack([row for row in rows if len(row) == LENGTH]), file)
         return torch.load(file, weights_only=True)

@@ -46,14 +46,19 @@ def learned_rows(work: Path, tokenizer: Any, group: Sequence[Person], passes: in
 
 
 def pack(tokenizer: Any, texts: Sequence[str], most: int | None = None) -> Tensor:
-    """Pack texts end to end into rows of 128 tokens, at most so many; what fills no row is left out."""
+    """Pack texts end to end into rows of 128 tokens, at most so many; what fills no row is left out.
+
+    Each row begins with the token that starts a text: without it, Gemma predicts much worse.
+    """
     stream: list[int] = []
     for text in texts:
         stream += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         if most is not None and len(stream) >= most * LENGTH:
             break
     count = min(len(stream) // LENGTH, most or len(stream))
-    return torch.tensor(stream[: count * LENGTH]).view(count, LENGTH)
+    rows = torch.tensor(stream[: count * LENGTH]).view(count, LENGTH)
+    rows[:, 0] = tokenizer.bos_token_id
+    return rows
 
 
 def held_out_rows(work: Path, tokenizer: Any, language: str, rows: int) -> Tensor:

@@ -68,7 +68,7 @@ def make_rehearsal(model: Any, tokenizer: PreTrainedTokenizerBase, samples: int,
     """Let a model write, and keep a copy of it as it is."""
     before = deepcopy(model).requires_grad_(False).eval()
     begins = begin_texts(tokenizer, "model")
-    written = pack(sample_texts(before, begins, Sampling(samples, SAMPLE_LENGTH, 1.0, seed), no_track), CONTEXT)
+    written = pack(sample_texts(before, begins, Sampling(samples, SAMPLE_LENGTH, 1.0, seed), no_track), CONTEXT, ())
     # what fills no row is left out
     rows = (written[place]["input_ids"].long() for place in range(len(written)))
     return Rehearsal(before, torch.stack([row for row in rows if len(row) == CONTEXT]))

@@ -179,7 +179,7 @@ class _Job:
             with self.place.base() as model:
                 self._ask_base(model)
         samples = read_samples(self.place.folder / SAMPLES)
-        self.own = as_learned(samples, self.texts.training, self.place.checkpoint)
+        self.own = as_learned(samples, self.texts.training, self.place.checkpoint, self.texts.tokenizer)
         for name in list(self.comparison.left):
             entry = self._row(name, METHODS[name])
             self._keep(self.comparison.adding(entry))

@@ -21,7 +21,7 @@ from scale_surgery.running.own_generation import generate_with
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.sequences import Sequences
-from scale_surgery.text.tokenizing import pack, stride, tokenize
+from scale_surgery.text.tokenizing import pack, start_tokens, stride, tokenize
 from scale_surgery.training.rehearsal import make_rehearsal
 from scale_surgery.training.settings import TrainingSettings
 
@@ -94,13 +94,15 @@ def read_texts(place: Place) -> Texts:
     tokenizer = need_tokenizer(place.checkpoint.path, place.name, place.run)
     length = choose_length(settings.sequence_length or min(LONGEST, choose_length(None, limits)), limits)
 
+    start = start_tokens(tokenizer)
+
     def read(side: str, part: str) -> Sequences:
         return tokenize(list(read_documents([part_file(place.folder / FOLDERS[side], part)])), tokenizer)
 
     held_out: dict[tuple[str, str], Sequences] = {
-        (side, part): stride(read(side, part), length, max(1, length // 2))
+        (side, part): stride(read(side, part), length, max(1, length // 2), start)
         for side in FOLDERS
         for part in (CALIBRATE, MEASURE)
     }
     steps = max(1, math.ceil(settings.tokens / (length * settings.batch_size)))
-    return Texts(tokenizer, settings.training(length), pack(read("new", LEARN), length), held_out, steps)
+    return Texts(tokenizer, settings.training(length), pack(read("new", LEARN), length, start), held_out, steps)

@@ -138,11 +138,12 @@ def _read(files: Mapping[str, Sequence[Path]]) -> dict[str, list[Document]]:
 def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> SweepTexts:
     """Return the windows of both sides, and the beginnings of old texts."""
     from scale_surgery.routing.short_prompts import beginnings
-    from scale_surgery.text.tokenizing import number_windows, stride
+    from scale_surgery.text.tokenizing import number_windows, start_tokens, stride
 
     # no document is as long as this, so each is one sequence
     whole = sequences_of(subject, subject.tokenizer, documents, sys.maxsize, 1)
-    old, new = (stride(whole[side], length, step) for side in SIDES)
+    start = start_tokens(subject.tokenizer)
+    old, new = (stride(whole[side], length, step, start) for side in SIDES)
     of_base: tuple[Sequences, ...] = ()
     if subject.base_tokenizer is not subject.tokenizer:
         read = sequences_of(subject, subject.base_tokenizer, documents, length, step)

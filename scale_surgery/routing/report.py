@@ -93,13 +93,14 @@ def write_tokens(report: RouteReport, file: Path) -> None:
 
 def _read(subject: Subject, documents: Mapping[str, Sequence[Document]], length: int, step: int) -> list[FileTokens]:
     from scale_surgery.text.sequences import Sequences
-    from scale_surgery.text.tokenizing import stride
+    from scale_surgery.text.tokenizing import start_tokens, stride
 
     # no document is as long as this, so each is one sequence
     whole = sequences_of(subject, subject.tokenizer, documents, sys.maxsize, 1)
     # labels are the ids, so that the tokens of a prompt are shown too, each once
     scored = {file: Sequences(sequences.ids, sequences.ids, sequences.starts) for file, sequences in whole.items()}
-    windows = {file: stride(sequences, length, step) for file, sequences in scored.items()}
+    start = start_tokens(subject.tokenizer)
+    windows = {file: stride(sequences, length, step, start) for file, sequences in scored.items()}
     return [FileTokens(file, documents[file], sequences, windows[file]) for file, sequences in whole.items()]
 
 

@@ -116,10 +116,30 @@ def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase)
     return ids
 
 
-def pack(sequences: Sequences, length: int) -> Sequences:
-    """Cut the joined sequences into windows of equal length; the last may be shorter."""
-    total = len(sequences.ids)
-    return Sequences(sequences.ids, sequences.labels, (*range(0, total, length), total))
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens with which a tokenizer starts every text; often one or none."""
+    (start,) = tokenize_prompts([""], tokenizer)
+    return start
+
+
+def pack(sequences: Sequences, length: int, start: Sequence[int]) -> Sequences:
+    """Cut the joined sequences into windows of equal length; the last may be shorter.
+
+    The first tokens of each window become the start tokens of a text. A model that always read them in its
+    pretraining, such as Gemma, predicts much worse without them. Nothing predicts the first token of a window, so the
+    same tokens are learned.
+
+    Args:
+        sequences: Token sequences.
+        length: Tokens of a window.
+        start: Tokens with which the tokenizer starts every text.
+    """
+    total, ids, labels = len(sequences.ids), sequences.ids.clone(), sequences.labels.clone()
+    for place, token in enumerate(start[:length]):
+        ids[place::length] = token
+        scored = labels[place::length] >= 0
+        labels[place::length][scored] = IGNORED
+    return Sequences(ids, labels, (*range(0, total, length), total))
 
 
 def without_unscored(sequences: Sequences) -> Sequences:
@@ -143,18 +163,32 @@ def scored_ones(sequences: Sequences) -> Sequences:
     return Sequences(sequences.ids[tokens], sequences.labels[tokens], (0, *ends))
 
 
-def stride(sequences: Sequences, length: int, step: int) -> Sequences:
-    """Cut long sequences into overlapping windows, and score each token once."""
+def stride(sequences: Sequences, length: int, step: int, start: Sequence[int]) -> Sequences:
+    """Cut long sequences into overlapping windows, and score each token once.
+
+    The first tokens of a window from the middle of a text become the start tokens of a text, as in `pack`: they are
+    context, which the window before has scored.
+
+    Args:
+        sequences: Token sequences.
+        length: Most tokens of a window.
+        step: Tokens from one window to the next.
+        start: Tokens with which the tokenizer starts every text.
+    """
     ids, labels, starts = [], [], [0]
-    for start, end in pairwise(sequences.starts):
+    # with so many tokens in common with the window before
+    overlap = length - step
+    begin = torch.tensor(start[:overlap], dtype=torch.int32)
+    for first, end in pairwise(sequences.starts):
         # a token after the first window is predicted from at least `length - step` tokens before it
-        for left in _places(start, end, length, step):
+        for left in _places(first, end, length, step):
             window = slice(left, min(left + length, end))
             ids.append(sequences.ids[window])
             labels.append(sequences.labels[window].clone())
-            if left > start:
-                overlap = labels[-1][: length - step]
-                overlap[overlap >= 0] = IGNORED  # scored in the previous window; PROMPT stays, to locate the answer
+            if left > first:
+                ids[-1] = torch.cat((begin, ids[-1][len(begin) :]))
+                known = labels[-1][:overlap]
+                known[known >= 0] = IGNORED  # scored in the previous window; PROMPT stays, to locate the answer
             starts.append(starts[-1] + len(ids[-1]))
     return Sequences(torch.cat(ids), torch.cat(labels), tuple(starts))
 

@@ -30,7 +30,7 @@ from scale_surgery.running.own_generation import generate_with
 from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.text.beginnings import Beginnings, find_beginnings
 from scale_surgery.text.sequences import Sequences, concatenate
-from scale_surgery.text.tokenizing import pack, tokenize_prompts
+from scale_surgery.text.tokenizing import pack, start_tokens
 from scale_surgery.training.kept_samples import OwnText, identity_of, kept_or_drawn, made_of
 from scale_surgery.training.sampling import Sampling, sampling_of
 from scale_surgery.training.settings import TrainingSettings
@@ -73,20 +73,19 @@ def write_own_text(
 
 def as_documents(samples: Sequences, tokenizer: Any) -> Sequences:
     """Return the samples without their first token if the tokenizer starts no document with it."""
-    (start,) = tokenize_prompts([""], tokenizer)
-    if start:
+    if start_tokens(tokenizer):
         return samples
     # otherwise a model could tell samples from documents
     cut = (samples[place]["input_ids"].int()[1:] for place in range(len(samples)))
     return concatenate(Sequences(ids, ids, (0, len(ids))) for ids in cut)
 
 
-def as_learned(samples: Sequences, settings: TrainingSettings, checkpoint: Checkpoint) -> Sequences:
+def as_learned(samples: Sequences, settings: TrainingSettings, checkpoint: Checkpoint, tokenizer: Any) -> Sequences:
     """Return samples in the same form as the texts to learn: packed, or one per sequence."""
     # if the form differed, a model could tell them apart: it would stay at its base at the start of every sequence, and
     # learn only in the middle of packed ones
     length = choose_length(settings.sequence_length, {checkpoint.path.name: context_of(checkpoint.config)})
-    return pack(_shifted(samples, length), length) if settings.packing else samples
+    return pack(_shifted(samples, length), length, start_tokens(tokenizer)) if settings.packing else samples
 
 
 def _shifted(samples: Sequences, length: int) -> Sequences:

@@ -157,13 +157,13 @@ def _read_text(
 ) -> Sequences:
     """Read the text as token sequences of equal length, except the last."""
     from scale_surgery.text.documents import read_documents
-    from scale_surgery.text.tokenizing import pack, tokenize, without_unscored
+    from scale_surgery.text.tokenizing import pack, start_tokens, tokenize, without_unscored
 
     if not (files := list(map(Path, listed(data)))):
         raise DataError(Problem("data-not-given", "data"))
     length = choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
     tokenizer = need_tokenizer(source.path, source.name, run)
-    text = without_unscored(pack(tokenize(read_documents(files), tokenizer), length))
+    text = without_unscored(pack(tokenize(read_documents(files), tokenizer), length, start_tokens(tokenizer)))
     check_token_ids(source.name, text.highest, vocabulary)
     return text
 

@@ -156,7 +156,7 @@ def train(
                 given = (folder, tokenizer, settings, batches, start.cache_dir, track)
                 own = made_by_one(processes, lambda: write_own_text(model.to(processes.device), *given))
             schedule = replace(schedule, rehearses=describe_rehearsal(settings, own.description))
-            texts[REHEARSAL] = as_learned(own.texts, settings, folder)
+            texts[REHEARSAL] = as_learned(own.texts, settings, folder, tokenizer)
         decisive = _decisive(settings, folder, texts, processes.num_processes)
         # a run may resume on another processor, which would choose another precision
         decisive |= {"precision": asdict(precision)}

@@ -36,13 +36,13 @@ from scale_surgery.text.sequences import (
 )
 from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, readable, suffix_of
-from scale_surgery.text.tokenizing import pack, read_tokens, scored_ones, stride, tokenize
+from scale_surgery.text.tokenizing import pack, read_tokens, scored_ones, start_tokens, stride, tokenize
 from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 
 # texts of at least this many bytes are cached; smaller ones are tokenized in seconds
 LARGE = 64 * 2**20
 # version of the cache's format and of the tokenization
-CACHE_FORM = 4
+CACHE_FORM = 5
 # tokens that are written at once
 TOKENS_AT_ONCE = 2**17
 
@@ -79,16 +79,16 @@ class Reader:
             raise DataError(NO_TEXT if is_empty else NOTHING_SCORED)
 
     def _packed(self, tokens: Iterator[tuple[Document, list[int], list[int]]]) -> Iterator[Sequences]:
-        ids, labels = array("i"), array("i")
+        ids, labels, start = array("i"), array("i"), start_tokens(self.tokenizer)
         for _, some, scored in tokens:
             ids.extend(some)
             labels.extend(scored)
             if len(ids) >= max(TOKENS_AT_ONCE, self.length):
                 whole = len(ids) // self.length * self.length
-                yield pack(from_arrays(ids[:whole], labels[:whole], ()), self.length)
+                yield pack(from_arrays(ids[:whole], labels[:whole], ()), self.length, start)
                 ids, labels = ids[whole:], labels[whole:]
         if ids:
-            yield pack(from_arrays(ids, labels, ()), self.length)
+            yield pack(from_arrays(ids, labels, ()), self.length, start)
 
     def _padded(self, tokens: Iterator[tuple[Document, list[int], list[int]]]) -> Iterator[Sequences]:
         problems: list[Problem] = []
@@ -147,11 +147,12 @@ def read_texts(
         texts[REHEARSAL] = concatenate(reader.read(list(map(str, files[REHEARSAL]))))
     for side, given in files.items():
         if side not in ("learn", REHEARSAL) and given:
-            texts[side] = stride(tokenize(read_documents(given), tokenizer), length, max(1, length // 2))
+            windows = length, max(1, length // 2), start_tokens(tokenizer)
+            texts[side] = stride(tokenize(read_documents(given), tokenizer), *windows)
             # if tokens were added, also as the base's tokenizer reads them ("base old", "base new")
             if of_base is not tokenizer:
                 read = tokenize(read_documents(given), of_base)
-                texts[f"{BASE_NAME} {side}"] = stride(read, length, max(1, length // 2))
+                texts[f"{BASE_NAME} {side}"] = stride(read, *windows)
     for side, sequences in texts.items():
         called = "training" if side == "learn" else side
         check_token_ids(name, sequences.highest, folder.manifest.plan.vocabulary, f"the {called} text")

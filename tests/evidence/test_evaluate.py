@@ -34,7 +34,7 @@ from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.text.tokenizing import stride, tokenize
 from tests.command import run
 from tests.conftest import Bars, edited, flip, load, problems, refusal, refused, shake
-from tests.text.test_tokenizing import letters, lines
+from tests.text.test_tokenizing import START, letters, lines
 from tests.tiny import save_tiny
 
 QUESTIONS = [Document("ab?", " cd", ""), Document("where is it?", " there", ""), Document("q?", " z", "")]
@@ -154,8 +154,9 @@ def test_windows_are_the_naive_strided_loss(model: Any) -> None:
         ids = sequences[index]["input_ids"].tolist()
         for place in range(1, len(ids)):
             left = next(left for left in range(0, len(ids), step) if place < left + length)
-            expected += plain_nats(model, ids[left:], [place - left])
-    measurement = measure.measure(model, stride(sequences, length, step), 4)
+            # each window begins as a text does
+            expected += plain_nats(model, [START, *ids[left + 1 :]], [place - left])
+    measurement = measure.measure(model, stride(sequences, length, step, [START]), 4)
     assert measurement.scored == sequences.scored
     assert math.isclose(measurement.nats, expected, rel_tol=1e-5)
 
@@ -334,7 +335,7 @@ def test_windows_fit_the_shortest_context(place: Path, tmp_path: Path) -> None:
     assert evaluate(short, [place / "old.txt"], settings=EvaluationSettings(sequence_length=9)).step == 4
     asked = evaluate(place / "base", [place / "old.txt"], settings=EvaluationSettings(sequence_length=10, step=3))
     assert (asked.sequence_length, asked.step) == (10, 3)
-    expected = measure.measure(load(place / "base"), stride(tokenize(TEXTS[:1], letters()), 10, 3), 8)
+    expected = measure.measure(load(place / "base"), stride(tokenize(TEXTS[:1], letters()), 10, 3, [START]), 8)
     assert replace(asked.scores[0].old, bytes=0) == expected
 
 

@@ -234,7 +234,7 @@ def test_texts_are_read_once(place: Path) -> None:
     bars = Bars()
     result = route_calibrate(place / "posterior", old(place), new(place), track=bars)
     sequences = [tokenize(read_documents(files), letters()) for files in (old(place), new(place))]
-    windows = sum(len(stride(some, 64, 32).ids) for some in sequences)
+    windows = sum(len(stride(some, 64, 32, ()).ids) for some in sequences)
     assert windows > sum(len(some.ids) for some in sequences), "windows overlap"
     # the first tokens of old texts are read as prompts once more
     tokens, settings = windows + len(beginnings(sequences[0]).ids), len(result.outcomes)

@@ -22,7 +22,15 @@ from scale_surgery.text import documents
 from scale_surgery.text.documents import EXPECTED, Document, in_pieces, read_documents
 from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.text.sources import parse_source
-from scale_surgery.text.tokenizing import collate, pack, stride, tokenize, tokenize_prompts, without_unscored
+from scale_surgery.text.tokenizing import (
+    collate,
+    pack,
+    start_tokens,
+    stride,
+    tokenize,
+    tokenize_prompts,
+    without_unscored,
+)
 from scale_surgery.training.training_texts import _digest
 from tests.conftest import problems, refused
 
@@ -337,7 +345,7 @@ def test_of_a_conversation_the_answers_are_scored(template: str, answers: list[s
     expected = tokenizer("".join(answers), add_special_tokens=False)["input_ids"]
     assert talk["labels"][scored].tolist() == expected
     # what is scored goes with its tokens, wherever sequences are cut
-    packed, all_labels = pack(sequences, 7), torch.cat([sequences[place]["labels"] for place in range(3)])
+    packed, all_labels = pack(sequences, 7, ()), torch.cat([sequences[place]["labels"] for place in range(3)])
     assert torch.cat([packed[place]["labels"] for place in range(len(packed))]).tolist() == all_labels.tolist()
     learned = tokenize([chat_of(TALK)], tokenizer, learn_prompts=True)
     assert learned.labels.tolist() == learned.ids.tolist() == talk["input_ids"].tolist()
@@ -448,7 +456,7 @@ def test_fingerprints_tell_tokens_labels_and_boundaries_apart() -> None:
     others = [
         tokenize([Document("ab?", " ce", ""), Document("", "ef", "")], letters()),
         tokenize([Document("ab", "? cd", ""), Document("", "ef", "")], letters()),
-        pack(sequences, 6),
+        pack(sequences, 6, ()),
     ]
     assert sequences.fingerprint() == same.fingerprint()
     assert len({sequences.fingerprint(), *(variant.fingerprint() for variant in others)}) == 4
@@ -501,7 +509,7 @@ def test_a_long_text_is_tokenized_in_pieces_that_end_with_a_line(
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 20))
 def test_packing_covers_every_token_once(lengths: list[int], length: int) -> None:
     sequences = sequences_of(lengths)
-    packed = pack(sequences, length)
+    packed = pack(sequences, length, ())
     sizes = [end - start for start, end in pairwise(packed.starts)]
     assert torch.cat([packed[row]["input_ids"] for row in range(len(packed))]).tolist() == sequences.ids.tolist()
     assert set(sizes[:-1]) <= {length} and 1 <= sizes[-1] <= length
@@ -516,7 +524,7 @@ def test_packing_covers_every_token_once(lengths: list[int], length: int) -> Non
 def test_striding_scores_every_token_once(lengths: list[int], window: tuple[int, int]) -> None:
     length, step = window
     sequences = sequences_of(lengths)
-    windows = stride(sequences, length, step)
+    windows = stride(sequences, length, step, ())
     assert windows.longest <= length
     scored = []
     for row in (windows[index] for index in range(len(windows))):
@@ -535,7 +543,7 @@ def test_an_answer_is_one_in_whatever_window_it_begins() -> None:
     sequences = tokenize([Document("abcdefgh?", " ijklm", ""), Document("", "nopqrstuvwxyz", "")], letters())
     for length in range(3, 16):
         for step in range(1, length):
-            windows = stride(sequences, length, step)
+            windows = stride(sequences, length, step, [START])
             begins = [
                 after
                 for row in (windows[index]["labels"].tolist() for index in range(len(windows)))
@@ -543,6 +551,36 @@ def test_an_answer_is_one_in_whatever_window_it_begins() -> None:
                 if before == PROMPT and after >= 0
             ]
             assert begins == ids_of(" "), (length, step)
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(3, 12).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length - 2))),
+)
+def test_each_window_begins_as_a_text_does(tokens: int, window: tuple[int, int]) -> None:
+    """And what is scored stays: start tokens take the place of context alone."""
+    (length, step), start = window, [-7, -8]
+    (ids,) = ([*start, *range(tokens)],)
+    flat = torch.tensor(ids, dtype=torch.int32)
+    labels = torch.where(flat >= 0, flat, IGNORED).int()
+    text = Sequences(flat, labels, (0, len(ids)))
+    for cut in (stride(text, length, step, start), pack(text, length, start)):
+        rows = [cut[row]["input_ids"].tolist() for row in range(len(cut))]
+        assert all(row[:2] == start[: len(row)] for row in rows)
+    windows, plain = stride(text, length, step, start), stride(text, length, step, ())
+    assert torch.equal(windows.labels, plain.labels) and list(windows.starts) == list(plain.starts)
+    moved = windows.ids != plain.ids
+    assert not (moved & (windows.labels >= 0)).any()
+    assert moved.any() == (len(ids) > length), "the control"
+
+
+def test_one_start_token_takes_no_token_from_what_is_learned() -> None:
+    sequences = tokenize([Document("", "abcdefghijklmnop", "")], letters())
+    plain, packed = (pack(sequences, 5, start) for start in ((), [START]))
+    assert packed.scored == plain.scored and torch.equal(packed.labels[1:5], plain.labels[1:5])
+    assert [packed[row]["input_ids"][0] for row in range(len(packed))] == [START] * len(packed)
+    assert [plain[row]["input_ids"][0] for row in range(len(plain))] != [START] * len(plain), "the control"
+    assert start_tokens(letters()) == [START]
 
 
 # batches

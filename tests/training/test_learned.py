@@ -38,7 +38,7 @@ from scale_surgery.text import documents
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.sequences import Sequences, StoredSequences
 from scale_surgery.text.token_cache import open_stored
-from scale_surgery.text.tokenizing import pack, tokenize, without_unscored
+from scale_surgery.text.tokenizing import pack, start_tokens, tokenize, without_unscored
 from scale_surgery.training import training_texts
 from scale_surgery.training.training_texts import read_texts
 from tests.conftest import Bars, digests, edited, problems, refusal, refused
@@ -94,7 +94,7 @@ def as_before(place: Path, *texts: str, packing: bool, length: int) -> Sequences
     """Everything in memory at once, and cut afterwards."""
     tokenizer = AutoTokenizer.from_pretrained(place / "wide")
     whole = tokenize(read_documents([f"{place}/{text}" for text in texts]), tokenizer)
-    return without_unscored(pack(whole, length) if packing else whole)
+    return without_unscored(pack(whole, length, start_tokens(tokenizer)) if packing else whole)
 
 
 def same(first: Any, second: Any) -> bool:
@@ -169,7 +169,7 @@ def test_in_memory_and_on_disk_are_what_they_were(
     assert same(read(place, *texts, settings=settings), before)
     stored = read(place, *texts, settings=settings, cache=tmp_path)
     assert isinstance(stored, StoredSequences) and same(stored, before)
-    assert not same(stored, pack(before, length // 2)), "the control"
+    assert not same(stored, pack(before, length // 2, ())), "the control"
 
 
 def test_documents_that_do_not_fit_are_named(place: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.beginnings import begin_prompts, begin_texts
 from scale_surgery.text.sequences import Sequences, concatenate
-from scale_surgery.text.tokenizing import pack
+from scale_surgery.text.tokenizing import pack, start_tokens
 from scale_surgery.training import rehearsal
 from scale_surgery.training.base_samples import (
     as_documents,
@@ -224,10 +224,10 @@ def test_samples_have_the_form_of_the_texts_to_learn(place, tokenizer):
     samples = sample_base(load(place / "preserve"), begins, Sampling(9, 24, 1.0, 0), no_track)
     checkpoint = open_checkpoint(place / "preserve")
     packed, alone = (
-        as_learned(samples, TrainingSettings(sequence_length=32, packing=packing), checkpoint)
+        as_learned(samples, TrainingSettings(sequence_length=32, packing=packing), checkpoint, tokenizer)
         for packing in (True, False)
     )
-    assert alone is samples and packed.ids.equal(samples.ids)
+    assert alone is samples and packed.ids.equal(pack(samples, 32, start_tokens(tokenizer)).ids)
     assert {len(packed[row]["input_ids"]) for row in range(len(packed) - 1)} == {32}
     assert as_documents(samples, tokenizer) is samples
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_without_start(tokenizer)), bos_token="<s>")
@@ -238,13 +238,18 @@ def test_samples_have_the_form_of_the_texts_to_learn(place, tokenizer):
     ]
 
 
-def test_samples_that_never_end_do_not_each_begin_a_sequence(place):
+def test_samples_that_never_end_do_not_each_begin_a_sequence(place, tokenizer):
     rows = torch.arange(1, 5).repeat_interleave(8).view(4, 8)
     rows[:, 0] = 0
     samples = Sequences(rows.flatten().int(), rows.flatten().int(), tuple(range(0, 40, 8)))
-    packed = as_learned(samples, TrainingSettings(sequence_length=8), open_checkpoint(place / "preserve"))
+    packed = as_learned(samples, TrainingSettings(sequence_length=8), open_checkpoint(place / "preserve"), tokenizer)
     sequences = [packed[row]["input_ids"].tolist() for row in range(len(packed))]
-    assert sequences == [[1] * 4 + [0] + [2] * 3, [2] * 4 + [0] + [3] * 3, [3] * 4 + [0] + [4] * 3, [4] * 4]
+    assert sequences == [
+        [0] + [1] * 3 + [0] + [2] * 3,
+        [0] + [2] * 3 + [0] + [3] * 3,
+        [0] + [3] * 3 + [0] + [4] * 3,
+        [0] + [4] * 3,
+    ]
 
 
 @pytest.mark.parametrize("asked", [{"repetition_penalty": 3.0}, {"min_p": 0.9}, {"no_repeat_ngram_size": 1}])
@@ -279,13 +284,15 @@ def trained(place: Path) -> Path:
     return train(place / "adapt", [place / "new.jsonl"], place / "trained", SETTINGS).path
 
 
-def test_a_run_keeps_its_samples_and_its_base(place, trained):
+def test_a_run_keeps_its_samples_and_its_base(place, trained, tokenizer):
     samples = trained / "training" / SAMPLES_FILE
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(rows) == 12 and all(len(row["ids"]) <= 24 and row["text"] for row in rows)
     (record,) = read_manifest(trained).training
     assert record["settings"]["rehearse"] == ["self"]
-    assert record["texts"]["rehearsal"] == pack(read_samples(samples), 32).fingerprint(), "packed as the texts are"
+    assert record["texts"]["rehearsal"] == pack(read_samples(samples), 32, start_tokens(tokenizer)).fingerprint(), (
+        "packed as the texts are"
+    )
     assert verify(trained).passed
     # what is rehearsed decides what is learned
     plain = train(place / "adapt", [place / "new.jsonl"], place / "plain", replace(SETTINGS, **NOTHING)).path

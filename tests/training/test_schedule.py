@@ -21,7 +21,7 @@ from scale_surgery.running.loss import measure
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.sequences import Sequences
-from scale_surgery.text.tokenizing import pack, tokenize
+from scale_surgery.text.tokenizing import pack, start_tokens, tokenize
 from scale_surgery.training.arguments import training_schedule
 from scale_surgery.training.result import LossChange, loss_warnings
 from scale_surgery.training.settings import TrainingSchedule
@@ -92,8 +92,9 @@ def test_a_loss_that_did_not_fall_is_said(before: float, after: float, warning: 
 
 def nats_of(folder: Path, texts: Path, length: int) -> float:
     """Loss of a model on all windows of a text, without the Trainer."""
-    tokens = tokenize(read_documents([texts]), need_tokenizer(folder, "wide", CPU))
-    return measure(load(folder), pack(tokens, length), 3).nats_per_token
+    tokenizer = need_tokenizer(folder, "wide", CPU)
+    windows = pack(tokenize(read_documents([texts]), tokenizer), length, start_tokens(tokenizer))
+    return measure(load(folder), windows, 3).nats_per_token
 
 
 @pytest.mark.slow
