@@ -45,7 +45,8 @@ def test_every_token_is_scored_as_each_path_alone_gives_it(speaking: tuple[Made,
     ids = torch.tensor([[token.id for token in tokens]])
     for at in range(1, len(tokens), 23):
         left = next(left for left in range(0, len(tokens), 16) if at < left + 40)
-        window, place = ids[:, left : left + 40], at - left - 1
+        # each window begins as a text does
+        window, place = torch.cat((ids[:, :1], ids[:, left + 1 : left + 40]), 1), at - left - 1
         given = [module(window).logits[0, place].log_softmax(-1)[tokens[at].id] for module in (*alone, model)]
         assert torch.allclose(torch.tensor(tokens[at].log_probabilities), torch.stack(given[:-1]), rtol=1e-4)
         assert math.isclose(tokens[at].routed_log_probability, float(given[-1]), rel_tol=1e-4)

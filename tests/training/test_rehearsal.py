@@ -290,9 +290,8 @@ def test_a_run_keeps_its_samples_and_its_base(place, trained, tokenizer):
     assert len(rows) == 12 and all(len(row["ids"]) <= 24 and row["text"] for row in rows)
     (record,) = read_manifest(trained).training
     assert record["settings"]["rehearse"] == ["self"]
-    assert record["texts"]["rehearsal"] == pack(read_samples(samples), 32, start_tokens(tokenizer)).fingerprint(), (
-        "packed as the texts are"
-    )
+    packed = pack(read_samples(samples), 32, start_tokens(tokenizer))
+    assert record["texts"]["rehearsal"] == packed.fingerprint(), "packed as the texts are"
     assert verify(trained).passed
     # what is rehearsed decides what is learned
     plain = train(place / "adapt", [place / "new.jsonl"], place / "plain", replace(SETTINGS, **NOTHING)).path
