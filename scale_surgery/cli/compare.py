@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from scale_surgery.show.console import Output
 
 
-@click.command(name="compare", cls=Headed, first=("data", "old", "output", "methods", "no_full", "tokens", "rates"))
+@click.command(name="compare", cls=Headed, first=("data", "old", "output", "methods", "tokens"))
 @click.argument("model")
 @click.option("--data", multiple=True, required=True, type=TEXTS, help="Text to learn. Can be repeated.")
 @click.option("--old", multiple=True, required=True, type=TEXTS, help=OLD_HELP)
