@@ -189,6 +189,15 @@ def problems_of(filled: Any, *, with_ranges: bool = True) -> list[Problem]:
     ]
 
 
+def choice_problems(filled: Any, name: str) -> list[Problem]:
+    """Return the problem of a field of a filled dataclass that holds unknown choices, or none at all."""
+    field, chosen = fields_of(type(filled))[name], getattr(filled, name)
+    unknown = [choice for choice in chosen if choice not in field.choices]
+    if chosen and not unknown:
+        return []
+    return [Problem("choices-unknown", field.typed, value=unknown or "nothing", choices=field.choices)]
+
+
 def _read_field(field: dataclasses.Field[Any], hint: Any, line: str) -> Field:
     is_optional = NoneType in get_args(hint)
     (annotation,) = set(get_args(hint)) - {NoneType} if is_optional else (hint,)

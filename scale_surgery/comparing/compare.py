@@ -26,8 +26,9 @@ from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.sources import find_source, listed
 from scale_surgery.comparing.comparison import Base, Comparison, Forecast, Refused, Row, Try
-from scale_surgery.comparing.settings import FOLDERS, METHOD_NAMES, CompareSettings
+from scale_surgery.comparing.settings import FOLDERS, CompareSettings
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError, TrainingError, problems_of
+from scale_surgery.fields import choice_problems
 from scale_surgery.fields import problems_of as range_problems
 from scale_surgery.learning.hold_out import (
     CALIBRATE,
@@ -108,7 +109,7 @@ def compare(
     """
     from scale_surgery.comparing.methods import Place, check_methods
 
-    if problems := [*range_problems(settings), *_method_problems(settings)]:
+    if problems := [*range_problems(settings), *choice_problems(settings, "methods")]:
         raise PlanError(*problems)
     check_methods(settings.methods)
     folder, files = Path(output), {"new": list(map(str, listed(data))), "old": list(map(str, listed(old)))}
@@ -124,13 +125,6 @@ def compare(
             return _Job(Place.open(source, folder, settings, run), begun, start, track).run_all()
     except KeyboardInterrupt as error:
         raise TrainingError(Problem("comparison-interrupted", folder)) from error
-
-
-def _method_problems(settings: CompareSettings) -> list[Problem]:
-    unknown = [name for name in settings.methods if name not in METHOD_NAMES]
-    is_wrong = unknown or not settings.methods
-    value = unknown or "nothing"
-    return [Problem("choices-unknown", "--methods", value=value, choices=METHOD_NAMES)] if is_wrong else []
 
 
 def _begin(
@@ -237,7 +231,8 @@ class _Job:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            return Refused(name, "Memory ran out.")
+            problem = Problem("out-of-memory", name, kind=type(error).__name__, error=error)
+            return Refused(name, f"{CheckpointError(problem)}")
 
     def _try(self, name: str, method: Method, factor: float) -> Try:
         """Try a rate, or return what an earlier run found."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -24,12 +25,12 @@ class Losses:
     @property
     def is_finite(self) -> bool:
         """True if both losses are numbers."""
-        return abs(self.old.nats + self.new.nats) < float("inf")
+        return math.isfinite(self.old.nats + self.new.nats)
 
     @property
     def total(self) -> float:
         """Nats per token of old text plus those of new text; infinity if training diverged."""
-        return self.old.nats_per_token + self.new.nats_per_token if self.is_finite else float("inf")
+        return self.old.nats_per_token + self.new.nats_per_token if self.is_finite else math.inf
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,23 @@ that own samples keep it close to: its base inside, or a second copy.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.locks import locked_scratch
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.comparing.settings import CompareSettings
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import PlanError, Problem
+from scale_surgery.learning.learn import count_layers
+from scale_surgery.learning.presets import last_layers
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.planning.request import Request
 from scale_surgery.running.freeze import expansion_disabled
@@ -33,8 +35,6 @@ from scale_surgery.training.rates import RATE_TIMES_WIDTH, default_rate
 
 # share of the default rate of new blocks at which whole matrices move
 OF_WHOLE_MATRICES = 1 / 8
-# the last quarter of the layers, as in the preset of `learn`
-LAST = 4
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,13 @@ class Method:
     Attributes:
         make: Makes its model.
         about: Description for people.
+        kind: "whole", trained as it is; "adapter", by PEFT; or "expansion".
         rehearses: True if it is kept close to the base on own samples.
     """
 
     make: Callable[[Place], AbstractContextManager[Made]]
     about: str
+    kind: Literal["whole", "adapter", "expansion"] = "expansion"
     rehearses: bool = True
 
 
@@ -138,7 +140,7 @@ def _adapted(place: Place, *, has_subspaces: bool = False) -> Iterator[Made]:
         rate = RATE_TIMES_WIDTH / _width(model)
         with quiet_transformers(), translated("method-refused", place.name):
             wrapped: Any = get_peft_model(model, config)
-        merged = partial(wrapped.merge_and_unload)
+        merged = wrapped.merge_and_unload
         if has_subspaces:
             base = stack.enter_context(place.base())
             yield Made(wrapped, wrapped.get_base_model(), OF_WHOLE_MATRICES * rate, base, nullcontext, served=merged)
@@ -148,14 +150,13 @@ def _adapted(place: Place, *, has_subspaces: bool = False) -> Iterator[Made]:
 
 @contextmanager
 def _expanded(place: Place, *, request: Request, is_routed: bool = False) -> Iterator[Made]:
-    layers = make_plan(place.checkpoint, replace(request, layers="all"), name=place.name, run=place.run).sizes.layers
-    last = request.layers or f"last:{-(-layers // LAST)}"
-    with tempfile.TemporaryDirectory(dir=place.folder) as folder:
-        made = Path(folder) / "expanded"
-        asked = replace(request, layers=last, seed=place.settings.seed)
+    layers = request.layers or last_layers(count_layers(place.checkpoint, place.run))
+    with locked_scratch(place.folder / "model") as folder:
+        made = folder / "expanded"
+        asked = replace(request, layers=layers, seed=place.settings.seed)
         done = expand(place.checkpoint.path, asked, made, run=place.run)
         if is_routed:
-            made = route_export(made, Path(folder) / "routed", PosteriorRouter()).path
+            made = route_export(made, folder / "routed", PosteriorRouter()).path
         with loaded_whole(made, place.name, place.run) as model, ExitStack() as stack:
             measuring: Callable[[], AbstractContextManager[Any]] = nullcontext
             if is_routed:
@@ -171,14 +172,18 @@ def _expansion(layers: str = "", **options: Any) -> Callable[[Place], AbstractCo
 
 ADAPT: dict[str, Any] = {"variant": "adapt", "collaborate": "both"}
 METHODS: Mapping[str, Method] = {
-    "full": Method(_whole, "all parameters of the base are trained"),
-    "lora": Method(_adapted, "adapters of PEFT on the linear layers of MLPs"),
-    "osf": Method(partial(_adapted, has_subspaces=True), "orthogonal subspace fine-tuning of PEFT, on linear layers"),
+    "full": Method(_whole, "all parameters of the base are trained", "whole"),
+    "lora": Method(_adapted, "adapters of PEFT on the linear layers of MLPs", "adapter"),
+    "osf": Method(
+        partial(_adapted, has_subspaces=True), "orthogonal subspace fine-tuning of PEFT, on linear layers", "adapter"
+    ),
     "preserve": Method(_expansion(), "new blocks in the last quarter of the layers, without W12"),
     "adapt": Method(_expansion(**ADAPT), "new blocks in the last quarter of the layers, with W12"),
     "gated": Method(_expansion("all", **ADAPT | {"variant": "gated"}), "new blocks in all layers, with W12 and gates"),
     "grow": Method(_expansion("all", method="grow"), "a copy of each MLP"),
-    "routed": Method(partial(_expanded, request=Request("", **ADAPT), is_routed=True), "adapt, routed", False),
+    "routed": Method(
+        partial(_expanded, request=Request("", **ADAPT), is_routed=True), "adapt, routed", rehearses=False
+    ),
 }
 
 
@@ -186,6 +191,6 @@ def check_methods(names: Sequence[str]) -> None:
     """Refuse methods of PEFT without PEFT."""
     from importlib.util import find_spec
 
-    needing = [name for name in names if name in ("lora", "osf")]
+    needing = [name for name in names if METHODS[name].kind == "adapter"]
     if needing and find_spec("peft") is None:
         raise PlanError(Problem("peft-missing", "--methods", names=needing))

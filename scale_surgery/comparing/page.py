@@ -94,7 +94,7 @@ def as_evaluation(comparison: Comparison) -> Evaluation:
     scores += [
         Score(
             row.method,
-            "other" if row.method in ("full", "lora", "osf") else "expanded",
+            "expanded" if METHODS[row.method].kind == "expansion" else "other",
             BASE,
             row.losses.old,
             row.losses.new,

@@ -23,7 +23,7 @@ from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.pilot import share_of_rate
-from scale_surgery.training.rehearsal import BaseModel, Rehearsal, divergence_from_base
+from scale_surgery.training.rehearsal import BaseModel, Rehearsal, divergence_from_base, order_of_pass
 from scale_surgery.training.settings import TrainingSettings
 
 POLL_SECONDS = 0.05
@@ -45,8 +45,7 @@ class Lesson:
 
     def _place(self, row: int) -> int:
         number, place = divmod(row, len(self.texts))
-        order = torch.randperm(len(self.texts), generator=torch.Generator().manual_seed(self.settings.seed + number))
-        return int(order[place])
+        return int(order_of_pass(len(self.texts), self.settings.seed + number)[place])
 
 
 @dataclass

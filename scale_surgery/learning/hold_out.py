@@ -23,7 +23,7 @@ from scale_surgery.checkpoint.file_stat import take_stamps
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import check_target, staged
 from scale_surgery.errors import DataError, PlanError, Problem
-from scale_surgery.fields import NO_OPTION, Count, Range, Seed, problems_of
+from scale_surgery.fields import NO_OPTION, Count, Range, Seed, choice_problems, problems_of
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.text.documents import Document, read_documents
 from scale_surgery.text.sources import parse_source, paths_of
@@ -107,7 +107,7 @@ def hold_out(
         DataError: If a file cannot be read, or there is too little text for each part to get some.
         CheckpointError: If the output exists or cannot be written.
     """
-    if problems := [*problems_of(settings), *_part_problems(settings)]:
+    if problems := [*problems_of(settings), *choice_problems(settings, "parts")]:
         raise PlanError(*problems)
     files, target = list(map(str, listed(data))), Path(output)
     check_target(target, paths_of(files), overwrite=False)
@@ -119,12 +119,6 @@ def hold_out(
         with staged(target, {"hold_out": asdict(settings)}, stamps, overwrite=False) as folder:
             counted = _write(files, folder, drawn, settings, advance)
     return HeldOut(target, *({part: numbers[part] for part in (LEARN, *ASIDE) if numbers[part]} for numbers in counted))
-
-
-def _part_problems(settings: HoldOutSettings) -> list[Problem]:
-    unknown = [part for part in settings.parts if part not in ASIDE]
-    is_wrong = unknown or not settings.parts
-    return [Problem("choices-unknown", "--parts", value=unknown or "nothing", choices=ASIDE)] if is_wrong else []
 
 
 def text_files(given: Sequence[str]) -> list[Path]:

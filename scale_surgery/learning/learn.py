@@ -55,6 +55,7 @@ from scale_surgery.progress import Track, no_track
 from scale_surgery.routing.choice import read_limits
 from scale_surgery.running.context import DEFAULT_LENGTH, choose_length, context_of
 from scale_surgery.running.new_tokens import check_source
+from scale_surgery.running.options import RunOptions
 from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.sources import parse_source
@@ -124,18 +125,22 @@ def resolve_recipe(overrides: Mapping[str, Any]) -> Recipe:
 def _facts(recipe: Recipe) -> JobFacts:
     source, checkpoint = open_model(recipe.model, recipe.revision)
     config = checkpoint.config.get("text_config") or checkpoint.config
-    layers = next((int(config[key]) for key in LAYER_KEYS if config.get(key)), None)
-    if layers is None:
-        layers = read_base(base_alone(checkpoint), recipe.running).sizes.layers
     tokenizer = need_tokenizer(find_beside_weights(recipe.model, recipe.revision), source.name, recipe.running)
     count = count_tokens(recipe.data, tokenizer)
     tokens = None if count.is_least else count.tokens
     return JobFacts(
-        layers=layers,
+        layers=count_layers(checkpoint, recipe.running),
         context=context_of(config) or DEFAULT_LENGTH,
         tokens=tokens,
         processes=recipe.processes,
     )
+
+
+def count_layers(checkpoint: Checkpoint, run: RunOptions) -> int:
+    """Return the number of layers of a base: from its config, or else from what is derived of it."""
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    known = next((int(config[key]) for key in LAYER_KEYS if config.get(key)), None)
+    return read_base(base_alone(checkpoint), run).sizes.layers if known is None else known
 
 
 def prepare(

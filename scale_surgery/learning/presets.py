@@ -50,6 +50,11 @@ class JobFacts:
     sequence_length: int | None = None
 
 
+def last_layers(layers: int) -> str:
+    """Return the last quarter of the layers, as a request names them."""
+    return f"last:{math.ceil(layers * EXPANDED)}"
+
+
 def _default(facts: JobFacts) -> PresetValues:
     length = facts.sequence_length or min(DEFAULT_LENGTH, facts.context)
     usual, row_tokens = TrainingSettings.batch_size, length * facts.processes
@@ -57,7 +62,7 @@ def _default(facts: JobFacts) -> PresetValues:
     tokens = STEPS * usual * row_tokens if facts.tokens is None else facts.tokens
     passes = min(MOST_PASSES, max(1, math.ceil(STEPS * usual * row_tokens / tokens)))
     return {
-        "expansion.layers": f"last:{math.ceil(facts.layers * EXPANDED)}",
+        "expansion.layers": last_layers(facts.layers),
         "expansion.variant": "adapt",
         "expansion.collaborate": "both",
         "training.epochs": float(passes),

@@ -126,8 +126,8 @@ def pack(sequences: Sequences, length: int, start: Sequence[int]) -> Sequences:
     """Cut the joined sequences into windows of equal length; the last may be shorter.
 
     The first tokens of each window become the start tokens of a text. A model that always read them in its
-    pretraining, such as Gemma, predicts much worse without them. Nothing predicts the first token of a window, so the
-    same tokens are learned.
+    pretraining, such as Gemma, predicts much worse without them. Nothing predicts the first token of a window, so one
+    start token takes none from what is learned; each further one takes one.
 
     Args:
         sequences: Token sequences.

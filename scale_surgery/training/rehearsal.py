@@ -51,12 +51,13 @@ class Rehearsal:
 
     def _place(self, row: int) -> int:
         number, place = divmod(row, len(self.sequences))
-        return int(_order(len(self.sequences), self.seed + number)[place])
+        return int(order_of_pass(len(self.sequences), self.seed + number)[place])
 
 
-# a batch may span two passes
-@lru_cache(maxsize=2)
-def _order(count: int, seed: int) -> Tensor:
+# texts to learn and rehearsal texts, of which a batch may span two passes
+@lru_cache(maxsize=4)
+def order_of_pass(count: int, seed: int) -> Tensor:
+    """Return the random order in which a pass reads sequences."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
