@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.file_stat import take_stamps
+from scale_surgery.checkpoint.file_stat import Stamps, take_stamps
 from scale_surgery.checkpoint.files import UNFINISHED, plain_json, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.locks import locked
@@ -108,12 +108,20 @@ def compare(
         TrainingError: If the comparison was interrupted.
     """
     from scale_surgery.comparing.methods import Place, check_methods
+    from scale_surgery.training.allocator import keep_freed_memory
+    from scale_surgery.training.arguments import is_cpu
 
     if problems := [*range_problems(settings), *choice_problems(settings, "methods")]:
         raise PlanError(*problems)
     check_methods(settings.methods)
+    if is_cpu(run):
+        keep_freed_memory()
     folder, files = Path(output), {"new": list(map(str, listed(data))), "old": list(map(str, listed(old)))}
-    begun = _begin(folder, str(model), files, settings, overwrite=start.overwrite)
+    every = [name for side in files.values() for name in side]
+    check_job_folder(folder, RECORD, BEFORE, {str(path): path for path in (Path(model), *paths_of(every))})
+    place = Place.open(find_source(model, start.revision), folder, settings, run)
+    new = Comparison(str(model), settings, _stamps(text_files(every), place.checkpoint.stamps))
+    begun = new if start.overwrite else _begun(folder, new)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(folder / LOCK, called=folder):
@@ -121,29 +129,29 @@ def compare(
                 clear_folder(folder, (RECORD, *BEFORE))
             write_record(begun, folder)
             _hold_out(files, folder, track)
-            source = find_source(begun.model, start.revision)
-            return _Job(Place.open(source, folder, settings, run), begun, start, track).run_all()
+            return _Job(place, begun, start, track).run_all()
     except KeyboardInterrupt as error:
         raise TrainingError(Problem("comparison-interrupted", folder)) from error
 
 
-def _begin(
-    folder: Path, model: str, files: Mapping[str, list[str]], settings: CompareSettings, *, overwrite: bool
-) -> Comparison:
-    """Return the record of an earlier run of the same command, or a new one."""
-    every = [name for side in files.values() for name in side]
-    check_job_folder(folder, RECORD, BEFORE, {str(path): path for path in (Path(model), *paths_of(every))})
-    stamps = {str(file): asdict(stamp) for file, stamp in take_stamps(text_files(every)).items()}
-    new = Comparison(model, settings, plain_json(stamps))
-    if (folder / RECORD).is_file() and not overwrite:
-        try:
-            before = read_record(read_json(folder / RECORD), Comparison)
-        except ValueError as error:
-            raise CheckpointError(Problem("comparison-unfit", folder / RECORD, *problems_of(error))) from error
-        if (before.model, before.settings, before.read) != (new.model, new.settings, new.read):
-            raise CheckpointError(Problem("comparison-of-other-settings", folder))
-        return before
-    return new
+def _stamps(texts: Iterable[Path], base: Stamps) -> dict[str, Any]:
+    """Return the sizes and times of the texts and of the base's files."""
+    # of a base's file, links to it may come and go
+    of_base = {str(file): {"bytes": stamp.bytes, "written": stamp.written} for file, stamp in base.items()}
+    return plain_json({str(file): asdict(stamp) for file, stamp in take_stamps(texts).items()} | of_base)
+
+
+def _begun(folder: Path, new: Comparison) -> Comparison:
+    """Return the record of an earlier run of the same command, or the new one."""
+    if not (folder / RECORD).is_file():
+        return new
+    try:
+        before = read_record(read_json(folder / RECORD), Comparison)
+    except ValueError as error:
+        raise CheckpointError(Problem("comparison-unfit", folder / RECORD, *problems_of(error))) from error
+    if (before.model, before.settings, before.read) != (new.model, new.settings, new.read):
+        raise CheckpointError(Problem("comparison-of-other-settings", folder))
+    return before
 
 
 def _hold_out(files: Mapping[str, list[str]], folder: Path, track: Track) -> None:
@@ -219,8 +227,11 @@ class _Job:
 
     def _row(self, name: str, method: Method) -> Row | Refused:
         """Try the rates of a method, then train it with the best."""
+        from scale_surgery.comparing.training import check_memory
+
         try:
-            tried = [self._try(name, method, factor) for factor in FACTORS[: self.place.settings.rates]]
+            check_memory(name, method, self.place)
+            tried = self._tries(name, method)
             best = min(tried, key=lambda done: done.losses.total)
             rates = [done.rate for done in tried]
             is_edge = len(rates) > 1 and best.rate in (min(rates), max(rates))
@@ -233,6 +244,15 @@ class _Job:
                 raise
             problem = Problem("out-of-memory", name, kind=type(error).__name__, error=error)
             return Refused(name, f"{CheckpointError(problem)}")
+
+    def _tries(self, name: str, method: Method) -> list[Try]:
+        """Try rates; not a higher one if a lower one is better than the middle."""
+        tried: list[Try] = []
+        for factor in FACTORS[: self.place.settings.rates]:
+            if factor > 1 and tried[1].losses.total < tried[0].losses.total:
+                break
+            tried.append(self._try(name, method, factor))
+        return tried
 
     def _try(self, name: str, method: Method, factor: float) -> Try:
         """Try a rate, or return what an earlier run found."""

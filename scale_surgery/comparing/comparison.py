@@ -117,7 +117,7 @@ class Comparison:
     Attributes:
         model: The base.
         settings: Settings that all methods share.
-        read: Stamps of the texts.
+        read: Sizes and times of the texts and of the base's files.
         base: The base; None until it is measured.
         tries: Learning rates that were tried.
         rows: Methods that are done.

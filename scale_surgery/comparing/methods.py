@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.forms import form_of, refuse_form
 from scale_surgery.checkpoint.locks import locked_scratch
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.comparing.settings import CompareSettings
@@ -35,6 +36,8 @@ from scale_surgery.training.rates import RATE_TIMES_WIDTH, default_rate
 
 # share of the default rate of new blocks at which whole matrices move
 OF_WHOLE_MATRICES = 1 / 8
+# of a number in float32; and the gradient and two moments of AdamW beside it
+BYTES, TRAINED_COPIES = 4, 3
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,19 @@ class Place:
     @classmethod
     def open(cls, source: Source, folder: Path, settings: CompareSettings, run: RunOptions) -> Place:
         """Open a base that is there; models are in float32, so that all of a method's parameters can be trained."""
+        if (form := form_of(source.path)) not in ("base", "stock"):
+            refuse_form(source.name, form, "base")
         checkpoint = open_checkpoint(source.path)
         return cls(checkpoint, source.name, folder, settings, replace(run.placed(), dtype="float32"))
 
+    @property
+    def numbers(self) -> int:
+        """Return how many numbers the base's tensors hold."""
+        return sum(math.prod(info.shape) for info in self.checkpoint.tensors.values())
+
     def served_bytes(self, model: Any) -> int:
         """Return the bytes of a model's weights, stored as those of the base are."""
-        stored = self.checkpoint.tensors.values()
-        size = sum(info.bytes for info in stored) / sum(math.prod(info.shape) for info in stored)
+        size = sum(info.bytes for info in self.checkpoint.tensors.values()) / self.numbers
         parameters: int = sum(parameter.numel() for parameter in model.parameters())
         return round(size * parameters)
 
@@ -99,12 +108,23 @@ class Method:
         about: Description for people.
         kind: "whole", trained as it is; "adapter", by PEFT; or "expansion".
         rehearses: True if it is kept close to the base on own samples.
+        holds_two: True if a second copy of the base is in memory for that.
     """
 
     make: Callable[[Place], AbstractContextManager[Made]]
     about: str
     kind: Literal["whole", "adapter", "expansion"] = "expansion"
     rehearses: bool = True
+    holds_two: bool = False
+
+    def least_bytes(self, place: Place) -> int:
+        """Return bytes that training takes at least: models in float32; of full fine-tuning, gradients and AdamW too.
+
+        Activations, and what a method adds, come on top.
+        """
+        copies = 2 if self.holds_two else 1
+        of_training = TRAINED_COPIES if self.kind == "whole" else 0
+        return (copies + of_training) * BYTES * place.numbers
 
 
 def _width(model: Any) -> int:
@@ -172,10 +192,13 @@ def _expansion(layers: str = "", **options: Any) -> Callable[[Place], AbstractCo
 
 ADAPT: dict[str, Any] = {"variant": "adapt", "collaborate": "both"}
 METHODS: Mapping[str, Method] = {
-    "full": Method(_whole, "all parameters of the base are trained", "whole"),
+    "full": Method(_whole, "all parameters of the base are trained", "whole", holds_two=True),
     "lora": Method(_adapted, "adapters of PEFT on the linear layers of MLPs", "adapter"),
     "osf": Method(
-        partial(_adapted, has_subspaces=True), "orthogonal subspace fine-tuning of PEFT, on linear layers", "adapter"
+        partial(_adapted, has_subspaces=True),
+        "orthogonal subspace fine-tuning of PEFT, on linear layers",
+        "adapter",
+        holds_two=True,
     ),
     "preserve": Method(_expansion(), "new blocks in the last quarter of the layers, without W12"),
     "adapt": Method(_expansion(**ADAPT), "new blocks in the last quarter of the layers, with W12"),

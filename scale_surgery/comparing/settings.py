@@ -25,7 +25,7 @@ class CompareSettings:
             without rehearsal, with a router.
         tokens: Tokens that each method learns. A shorter text is read again.
         rates: Learning rates that are tried for each method, on a twelfth of the tokens: the middle one, a
-            quarter of it, and four times as much.
+            quarter of it, and four times as much if the quarter is not better.
         sequence_length: Tokens in a sequence. Default: the model's context length, at most 512.
         batch_size: Sequences in one optimizer step.
         rank: Rank of the adapters (lora).

@@ -14,12 +14,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from scale_surgery.comparing.methods import Made
+from scale_surgery.comparing.methods import Made, Method, Place
+from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.progress import Progress
 from scale_surgery.running.gates import gated_blocks, keeping_scores
 from scale_surgery.running.pieces import Tail
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import collate
+from scale_surgery.training.allocator import container_memory
 from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.pilot import share_of_rate
@@ -76,6 +78,13 @@ def watching_memory(device: torch.device) -> Iterator[Peak]:
     finally:
         is_over.set()
         thread.join()
+
+
+def check_memory(name: str, method: Method, place: Place) -> None:
+    """Refuse a method that the machine's free memory cannot hold: the system would kill the whole comparison."""
+    needed, free = method.least_bytes(place), min(psutil.virtual_memory().available, container_memory())
+    if torch.device(place.run.device).type == "cpu" and needed > free:
+        raise TrainingError(Problem("memory-short", name, needed=needed, free=free))
 
 
 def learn(made: Made, lesson: Lesson, rate: float, advance: Progress) -> list[float]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from scale_surgery import CompareSettings, Comparison, compare
+from scale_surgery import CompareSettings, Comparison, Request, compare, expand
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, biography, people
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.sources import find_source
@@ -118,6 +121,47 @@ def test_a_method_that_does_not_fit_is_left_out_and_the_others_go_on(texts: dict
     comparison = compare(base, texts["new"], texts["old"], tmp_path / "out", settings)
     assert [one.method for one in comparison.refused] == ["lora"]
     assert [row.method for row in comparison.rows] == ["preserve"]
+
+
+def test_a_method_that_memory_cannot_hold_is_left_out(
+    done: tuple[Comparison, Path], texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory that holds one copy of the base, and not what full fine-tuning takes."""
+    assert done[0].base is not None
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * done[0].base.parameters))
+    settings = replace(SETTINGS, methods=("full", "preserve"), tokens=64)
+    comparison = compare(SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", settings)
+    assert [(one.method, "bytes of memory" in one.reason) for one in comparison.refused] == [("full", True)]
+    assert [row.method for row in comparison.rows] == ["preserve"]
+
+
+def test_the_highest_rate_is_tried_only_if_the_lowest_is_not_better(texts: dict[str, Path], tmp_path: Path) -> None:
+    settings = replace(SETTINGS, methods=("lora", "full"), tokens=64, rates=3)
+    comparison = compare(SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", settings)
+    for method in settings.methods:
+        middle, low, *high = (one for one in comparison.tries if one.method == method)
+        assert (low.rate < middle.rate) and bool(high) == (low.losses.total >= middle.losses.total)
+
+
+def test_a_base_that_changed_is_not_compared_further(
+    done: tuple[Comparison, Path], texts: dict[str, Path], tmp_path: Path
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(SHIPPED_MODEL, base)
+    settings = replace(SETTINGS, methods=("lora",), tokens=64)
+    arguments: Any = (base, texts["new"], texts["old"], out, settings)
+    assert compare(*arguments) == compare(*arguments), "unchanged, and nothing is left to do"
+    (base / "config.json").write_text((base / "config.json").read_text() + "\n")
+    with pytest.raises(CheckpointError) as changed:
+        compare(*arguments)
+    assert changed.value.problems[0].code == "comparison-of-other-settings"
+
+
+def test_an_expanded_model_is_no_base(texts: dict[str, Path], tmp_path: Path) -> None:
+    expand(SHIPPED_MODEL, Request("last:1"), tmp_path / "wide")
+    with pytest.raises(CheckpointError) as refused:
+        compare(tmp_path / "wide", texts["new"], texts["old"], tmp_path / "out", SETTINGS)
+    assert refused.value.problems[0].code == "form-expanded-not-base" and not (tmp_path / "out").exists()
 
 
 def test_a_folder_with_other_files_stays(texts: dict[str, Path], tmp_path: Path) -> None:
