@@ -64,4 +64,4 @@ def _line(tokenizer: Any, tokens: Tensor, chances: Tensor) -> Answer:
     ends = (place for place, piece in enumerate(pieces) if "\n" in piece or not piece)
     count = next(ends, len(pieces) - 1) + 1
     text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
-    return Answer(text.split("\n")[0].strip(), float(chances[:count].sum().exp()))
+    return Answer(text.split("\n")[0], float(chances[:count].sum().exp()))

@@ -48,9 +48,9 @@ def choose(model: Any, tokenizer: Any, choice: random.Random) -> list[Probe]:
 def _sure(model: Any, tokenizer: Any, probes: Sequence[Probe]) -> list[Probe]:
     given = answers(model, tokenizer, [probe.prompt for probe in probes])
     return [
-        replace(probe, answer=answer.text)
+        replace(probe, answer=answer.text.strip())
         for probe, answer in zip(probes, given, strict=True)
-        if answer.text and answer.probability >= SURE
+        if answer.text.strip() and answer.probability >= SURE
     ]
 
 

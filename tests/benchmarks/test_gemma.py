@@ -20,7 +20,8 @@ def test_an_answer_is_a_line_with_its_probability() -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL), AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     asked = [question for person in people(4) for question in questions(person)]
     given = answers(model, tokenizer, [question.prompt for question in asked])
-    right = [answer.text == question.answer for question, answer in zip(asked, given, strict=True)]
+    # the space counts: code goes on after "return"
+    right = [answer.text == f" {question.answer}" for question, answer in zip(asked, given, strict=True)]
     assert sum(right) >= 22 and all(0 < answer.probability <= 1 for answer in given)
 
 
