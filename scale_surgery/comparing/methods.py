@@ -32,10 +32,8 @@ from scale_surgery.running.loading import loaded_whole, quiet_transformers, tran
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
-from scale_surgery.training.rates import RATE_TIMES_WIDTH, default_rate
+from scale_surgery.training.rates import OF_WHOLE_MATRICES, RATE_TIMES_WIDTH, default_rate
 
-# share of the default rate of new blocks at which whole matrices move
-OF_WHOLE_MATRICES = 1 / 8
 # of a number in float32; and the gradient and two moments of AdamW beside it
 BYTES, TRAINED_COPIES = 4, 3
 

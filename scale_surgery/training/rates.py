@@ -5,7 +5,7 @@ moves by rate * sum |x|, which grows with n. So the rate falls with 1 / n, as in
 (arXiv 2203.03466). Here n is the total width of the residual stream and the up stream.
 
 In `preserve` only the new columns of the head read the up stream. They start at zero and are few, so the rate is three
-times as high.
+times as high. In `grow` copies of whole MLPs are trained, as matrices are in full fine-tuning: the rate is an eighth.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from scale_surgery.training.settings import TrainingSettings
 # 3e-3 is best for the shipped model, which is 128 + 16 wide, and 9e-3 in `preserve` (benchmarks/rates.md)
 RATE_TIMES_WIDTH = 0.4
 PRESERVE_FACTOR = 3
+# of copies of MLPs, and of the base's own matrices
+OF_WHOLE_MATRICES = 1 / 8
 
 
 def default_rate(plan: Plan) -> float:
     """Return the default learning rate of an expansion, to two digits."""
     width = plan.sizes.hidden + plan.widths.up_width
+    return float(f"{_factor(plan) * RATE_TIMES_WIDTH / width:.2g}")
+
+
+def _factor(plan: Plan) -> float:
+    if plan.request.method == "grow":
+        return OF_WHOLE_MATRICES
     writes_into_base = {"w12", "new_rows"} & {tensor.block for tensor in plan.tensors} or not plan.widths.up_width
-    factor = 1 if writes_into_base else PRESERVE_FACTOR
-    return float(f"{factor * RATE_TIMES_WIDTH / width:.2g}")
+    return 1 if writes_into_base else PRESERVE_FACTOR
 
 
 def with_rate(settings: TrainingSettings, plan: Plan) -> TrainingSettings:
