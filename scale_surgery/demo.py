@@ -264,22 +264,23 @@ def render_demo(result: Demo) -> RenderableType:
 
 def render_lesson(result: Demo, new_people: int) -> RenderableType:
     """Render the end of the demo: accuracy on old and new people, and kept tensors, by training method."""
-    # title of the row, name of the model in the evaluation, folder of the model
+    # title of the row, whose learning rate it has, name of the model in the evaluation, folder of the model
     rows = (
-        ("base", "biographies (base)", "biographies"),
-        ("preserve", "trained", "trained"),
-        ("learn, without its router", "routed, routing disabled", "job/routed"),
-        ("learn", "routed", "job/routed"),
-        ("full fine-tuning", "fine-tuned", "fine-tuned"),
+        ("base", "", "biographies (base)", "biographies"),
+        ("preserve", "preserve", "trained", "trained"),
+        ("learn, without its router", "learn", "routed, routing disabled", "job/routed"),
+        ("learn", "learn", "routed", "job/routed"),
+        ("full fine-tuning", "full", "fine-tuned", "fine-tuned"),
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
-    for side in ("old people known", f"{new_people} new people known", "base bytes"):
-        table.add_column(side, justify="right")
+    for title in ("rate", "old people known", f"{new_people} new known", "base bytes"):
+        table.add_column(title, justify="right")
     scores = {score.name: score for score in result.lesson.scores}
-    for title, name, folder in rows:
+    for title, trained, name, folder in rows:
         known = [_accuracy(measured) for measured in (scores[name].old, scores[name].new)]
-        table.add_row(title, *known, _kept(result.base_tensors_kept[folder], result.base_tensors))
+        rate = f"{LEARNING_RATES[trained]:g}" if trained else ""
+        table.add_row(title, rate, *known, _kept(result.base_tensors_kept[folder], result.base_tensors))
     return table
 
 
