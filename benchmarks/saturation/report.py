@@ -74,6 +74,11 @@ def _cell(runs: Sequence[Run]) -> Cell:
     return Cell(fmean(run.base[0] for run in at_rate), kept, rate, at_rate[0].parameters)
 
 
+def recorded(file: Path = RECORDS) -> Cells:
+    """Read the runs of a file; those of a pilot have other settings."""
+    return cells(run for run in Records(file, Run).read() if run.key.settings == Settings())
+
+
 def table(grouped: Cells) -> list[str]:
     """Lay out the share that is kept, in percent: mean and range over seeds."""
     levels = sorted({level for by_level in grouped.values() for level in by_level})
@@ -110,9 +115,15 @@ def draw(grouped: Cells, file: Path) -> None:
         for axes, rehearses in zip(figure.subplots(1, 2), (True, False), strict=True):
             for name, (colour, marker) in STYLES.items():
                 by_level = grouped.get((name, rehearses), {})
-                points = [(level, 100 * (1 - cell.mean)) for level, cell in by_level.items() if cell.mean is not None]
-                if points:
-                    axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=name)
+                learned = {level: cell for level, cell in by_level.items() if cell.mean is not None}
+                if not learned:
+                    continue
+                means = [100 * (1 - cell.mean) for cell in learned.values()]
+                axes.plot(list(learned), means, color=colour, marker=marker, label=name)
+                # a small mark for each seed
+                for level, cell in learned.items():
+                    lost = [100 * (1 - share) for share in cell.kept]
+                    axes.plot([level] * len(lost), lost, color=colour, marker=marker, markersize=3, linestyle="none")
             axes.set_xscale("log", base=2)
             ticks = sorted({level for by_level in grouped.values() for level in by_level})
             axes.set_xticks(ticks, [f"{level:g}" for level in ticks])
@@ -129,8 +140,7 @@ def draw(grouped: Cells, file: Path) -> None:
 @click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Draw the figure into this folder.")
 def main(records: Path, images: Path | None) -> None:
     """Print the table, and draw the figure."""
-    # records of a pilot have other settings
-    grouped = cells(run for run in Records(records, Run).read() if run.key.settings == Settings())
+    grouped = recorded(records)
     click.echo("\n".join(table(grouped)))
     if images is not None:
         images.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from benchmarks.harness import Records, beside, sweep
 from benchmarks.saturation.__main__ import choose
 from benchmarks.saturation.bases import Base
 from benchmarks.saturation.facts import BEGIN, END, ROW, WORDS, facts, questions, rows
-from benchmarks.saturation.report import main
+from benchmarks.saturation.report import main, recorded, table
 from benchmarks.saturation.runs import FIRST_NEW, Key, Point, Run, Settings, run
 
 QUICK = Settings(new_people=8, asked=8, steps=4, together=4, every=2, samples=8)
@@ -83,3 +83,9 @@ def test_a_run_is_recorded_and_not_run_again(tmp_path: Path, method: str) -> Non
     assert [point.step for point in done.points] == [0, 2, 4]
     assert done.points[0].kept == done.points[0].kept_test == 1.0
     assert records.once(key, lambda: pytest.fail("is run again")) == done
+
+
+def test_the_page_of_results_has_the_table_of_the_records() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ", 2)[2] for line in table(recorded())[2:]]
+    assert len(rows) == 11 and all(f" | {row}\n" in page for row in rows)
