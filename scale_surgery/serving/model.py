@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +13,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.config import CompilationMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.models.transformers import vllm_attention_forward
 
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.serving.manager import ExpansionManager
 from scale_surgery.serving.plugin import names_in
-from scale_surgery.serving.rows import RowModel
+from scale_surgery.serving.rows import RowModel, RowModule
 
 # vLLM's function for models of transformers, which asks the attribute `attn` of the module
 VLLM_ATTENTION = "vllm"
 ALL_ATTENTION_FUNCTIONS.register(VLLM_ATTENTION, vllm_attention_forward)
 FORMATS = ("auto", "hf", "safetensors")
+# names in vLLM of a cache that stores what attention computes
+DTYPE_NAMES = {torch.bfloat16: ("bfloat16",), torch.float16: ("float16",), torch.float32: ("float32",)}
 
 
 class ServedExpansions(nn.Module):
@@ -33,8 +37,8 @@ class ServedExpansions(nn.Module):
     """
 
     supports_lora = True
-    packed_modules_mapping: dict[str, list[str]] = {}
-    embedding_modules: dict[str, str] = {}
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+    embedding_modules: ClassVar[dict[str, str]] = {}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -42,6 +46,7 @@ class ServedExpansions(nn.Module):
         settings = vllm_config.model_config
         self.names = names_in(settings.hf_config)
         self.manager: ExpansionManager | None = None
+        self.is_loaded = False
         init_logger(f"vllm.{__name__}").info(
             "Expansions of %s: %s. A request without a name gets the base; nothing mixes them.",
             settings.model,
@@ -53,6 +58,11 @@ class ServedExpansions(nn.Module):
         )
         self.rows = RowModel(loaded.eval().to(vllm_config.device_config.device))
         self.add_attention(vllm_config)
+        for module in self.rows.modules():
+            if isinstance(module, RowModule) and isinstance(module, nn.Linear):
+                module.__class__ = kernel_class(type(module))
+                # vLLM prepares the weight for its kernel when all are loaded
+                module.quant_method = UnquantizedLinearMethod()
 
     def add_attention(self, vllm_config: VllmConfig) -> None:
         """Add vLLM's attention to each attention module, with the settings that stock code hands to its own."""
@@ -107,8 +117,33 @@ class ServedExpansions(nn.Module):
         return self.rows.logits(hidden_states[None])[0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Return the names of all tensors, which transformers has loaded."""
+        """Return the names of all tensors, which transformers has loaded.
+
+        Raises:
+            PlanError: In a later call, which means to replace the weights.
+        """
+        if self.is_loaded:
+            raise PlanError(Problem("served-weights", type(self).__name__))
+        self.is_loaded = True
         return {name for name, _ in self.named_parameters()}
+
+
+class KernelLinear:
+    """Mixin before the class of a linear: vLLM's kernel computes the product with the base's weight."""
+
+    def run_stock(self: Any, x: Tensor) -> Tensor:
+        """Run the kernel; a copy of a grown MLP, which has a weight of its own, runs the stock forward."""
+        if "weight" in vars(self):
+            own: Tensor = super().run_stock(x)
+            return own
+        y: Tensor = self.quant_method.apply(self, x.contiguous(), self.bias)
+        return y
+
+
+@cache
+def kernel_class(linear: type) -> type:
+    """Make the class of a linear that vLLM's kernel computes."""
+    return type(f"{linear.__name__}ByKernel", (KernelLinear, linear), {"__module__": __name__})
 
 
 def watch_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> tuple:
@@ -133,6 +168,8 @@ def refuse(vllm_config: VllmConfig) -> None:
         "--quantization": vllm_config.quant_config is not None,
         "--speculative-config": vllm_config.speculative_config is not None,
         "--load-format": vllm_config.load_config.load_format not in FORMATS,
+        "--kv-cache-dtype": vllm_config.cache_config.cache_dtype not in ("auto", *DTYPE_NAMES.get(settings.dtype, ())),
+        "--hf-overrides": bool(settings.hf_overrides),
         "--enable-prompt-embeds": settings.enable_prompt_embeds,
         "--runner": settings.runner_type != "generate",
     }

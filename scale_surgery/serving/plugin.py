@@ -55,13 +55,14 @@ def register() -> None:
 
 def class_names() -> list[str]:
     """List the names that classes of expanded models can have: see `modeling_scale`."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import configuration_auto, modeling_auto
 
+    configs: dict[str, str] = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
+    models: dict[str, str | tuple[str, ...]] = vars(modeling_auto)["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]
     names = []
-    for model_type, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for model_type, known in models.items():
         for name in (known,) if isinstance(known, str) else known:
-            names += [f"Scale{name}", f"Scale{name}_of_{CONFIG_MAPPING_NAMES.get(model_type)}"]
+            names += [f"Scale{name}", f"Scale{name}_of_{configs.get(model_type)}"]
     return names
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from scale_surgery.errors import PlanError, Problem
@@ -340,9 +340,9 @@ class Given(nn.Module):
 
     features: Tensor
 
-    def forward(self, *args: Any, **inputs: Any) -> BaseModelOutputWithPast:
+    def forward(self, *args: Any, **inputs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
         """Return the features, whatever the inputs are."""
-        return BaseModelOutputWithPast(last_hidden_state=self.features)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.features)
 
 
 def refuse_what_rows_lack(model: Any) -> None:
@@ -352,8 +352,12 @@ def refuse_what_rows_lack(model: Any) -> None:
         problems.append(Problem("rows-without-head", type(model).__name__))
     if len(model.plans) > MOST_EXPANSIONS:
         problems.append(Problem("rows-too-many", "", count=len(model.plans), most=MOST_EXPANSIONS))
-    problems += [Problem("rows-new-tokens", name) for name, plan in model.plans.items() if plan["head"].get("new_tokens")]
-    blocks = {name for module in expanded_modules(model) if isinstance(module, ExpandedBlock) for name in module.expansions}
+    problems += [
+        Problem("rows-new-tokens", name) for name, plan in model.plans.items() if plan["head"].get("new_tokens")
+    ]
+    blocks = {
+        name for module in expanded_modules(model) if isinstance(module, ExpandedBlock) for name in module.expansions
+    }
     problems += [Problem("rows-block", name) for name in sorted(blocks)]
     if problems:
         raise PlanError(*problems)
