@@ -90,11 +90,13 @@ def check_control(server: Server) -> str:
 
 def check_unknown(server: Server) -> str:
     """Check that a name that does not exist is refused, also among others, and that vLLM answers afterwards."""
+    from vllm.exceptions import VLLMValidationError
+
     for requests in ([(0, "missing")], [(0, BASE), (1, "missing"), (2, server.names[1])]):
         try:
             server.ask(requests)
             return "a name that does not exist is answered"
-        except ValueError as error:
+        except VLLMValidationError as error:
             if "missing: no expansion of the served model, expected one of" not in str(error):
                 return f"the error is {error}"
     return check_mixed(server)
