@@ -24,7 +24,15 @@ from tests.vllm.check import AT_ONCE, SETTINGS
 BLOCK, LONGEST = 32, 128
 # the name of a request without an expansion
 BASE = ""
-Answers = list[list[int]]
+# settings of vLLM by their part, a value that is refused, and the option that the error names
+REFUSED = (
+    ("parallel_config", "tensor_parallel_size", 2, "--tensor-parallel-size"),
+    ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size"),
+    ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype"),
+    ("load_config", "load_format", "dummy", "--load-format"),
+    ("model_config", "hf_overrides", {"rope_theta": 1.0}, "--hf-overrides"),
+    ("model_config", "enforce_eager", False, "--enforce-eager"),
+)
 
 
 class Server:
@@ -140,8 +148,31 @@ def check_prefix_control(server: Server) -> str:
     return "" if sum(wrong) else "a prefix of another name changes no answer: nothing is compared"
 
 
+def check_refused(server: Server) -> str:
+    """Check that settings which might cost tokens their expansions are refused, and those of this server are not."""
+    from scale_surgery.errors import PlanError
+    from scale_surgery.serving.model import refuse
+
+    settings = server.model.llm_engine.vllm_config
+    refuse(settings)
+    for part, name, value, option in REFUSED:
+        owner = getattr(settings, part)
+        kept = getattr(owner, name)
+        setattr(owner, name, value)
+        try:
+            refuse(settings)
+            return f"{option} is accepted"
+        except PlanError as error:
+            if [problem.where for problem in error.problems] != [option]:
+                return f"{option}: the error is {error}"
+        finally:
+            setattr(owner, name, kept)
+    return ""
+
+
 CHECKS: tuple[Callable[[Server], str], ...] = (
     check_control,
+    check_refused,
     check_alone,
     check_mixed,
     check_unknown,
