@@ -168,9 +168,11 @@ test-vllm: export OMP_NUM_THREADS := 1
 	.venv-vllm/bin/pip install --quiet $(TORCH) -r .venv-vllm/requirements.txt
 	touch $@
 
-test-vllm: install .venv-vllm/.installed  ## stock, fused and routed models in vLLM on the CPU, in an environment of its own
+test-vllm: install .venv-vllm/.installed  ## stock, fused and routed models in vLLM on the CPU, and expansions by request, in an environment of its own
 	rm -rf .vllm-checkpoints
+	PIP_CONSTRAINT= .venv-vllm/bin/pip install --quiet --no-deps --editable .
 	$(BIN)/python -m tests.vllm.export .vllm-checkpoints
+	.venv-vllm/bin/python tests/vllm/by_request.py .vllm-checkpoints
 	.venv-vllm/bin/python tests/vllm/check.py .vllm-checkpoints
 
 REAL := .real

@@ -40,6 +40,7 @@ ROOMS = [
     "show",
     "learning",
     "comparing",
+    "serving",
     "api",
     "demo",
     "cli",

@@ -6,11 +6,12 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scale_surgery import CosineRouter, NewTokens, Request, expand, merge, register, route_export
+from scale_surgery import CosineRouter, NewTokens, Request, compose, expand, extract, merge, register, route_export
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
 from scale_surgery.checkpoint.folder import open_checkpoint
 from tests.conftest import shake
@@ -30,6 +31,14 @@ GATED = replace(ALL, variant="gated", collaborate="both")
 GROWN = Request("all", variant="adapt", up_width=0, up_kv_heads=0)
 
 
+# two expansions of one base, which differ in layers, widths and heads
+WIDE = replace(ALL, name="wide")
+NARROW = replace(MIDDLE, name="narrow", up_width=32, up_kv_heads=2, collaborate="both")
+BY_REQUEST = ("llama", "gemma3_text", "gpt_neox")
+# tokens that several prompts begin with: more than two blocks of a KV cache
+PREFIX = 70
+
+
 def prompts(vocabulary: int) -> list[list[int]]:
     """Token ids of prompts of different lengths."""
     generator = torch.Generator().manual_seed(0)
@@ -47,26 +56,61 @@ def route(expanded: Path, folder: Path) -> None:
         merge(routed, folder / name)
 
 
+def answer(model: Any, token_ids: list[int]) -> tuple[list[int], bool]:
+    """Return what `generate` makes of a prompt, and whether each token is clearly more likely than the next one."""
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt = torch.tensor([token_ids])
+    # said, since a prompt may begin with the token that pads
+    seen = torch.ones_like(prompt)
+    with torch.no_grad():
+        made = model.generate(prompt, attention_mask=seen, **options, output_logits=True, return_dict_in_generate=True)
+    best = torch.stack(made.logits).topk(2).values
+    is_clear = float((best[..., 0] - best[..., 1]).min()) > CLEAR
+    return made.sequences[0, len(token_ids) :].tolist(), is_clear
+
+
 def compute(path: Path, ids: list[list[int]], wanted: int = PROMPTS) -> None:
     """Write what `generate` makes of so many prompts beside a checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompts, tokens = [], []
     for token_ids in ids:
-        prompt = torch.tensor([token_ids])
-        # said, since a prompt may begin with the token that pads
-        seen = torch.ones_like(prompt)
-        with torch.no_grad():
-            made = model.generate(
-                prompt, attention_mask=seen, **options, output_logits=True, return_dict_in_generate=True
-            )
-        best = torch.stack(made.logits).topk(2).values
+        made, is_clear = answer(model, token_ids)
         # left out where two tokens are about as likely: sums in another order may take the other
-        if len(prompts) < wanted and float((best[..., 0] - best[..., 1]).min()) > CLEAR:
+        if len(prompts) < wanted and is_clear:
             prompts.append(token_ids)
-            tokens.append(made.sequences[0, len(token_ids) :].tolist())
+            tokens.append(made)
     assert len(prompts) == wanted, f"{path}: {len(prompts)} prompts are clear"
     path.with_name(f"{path.name}.expected.json").write_text(json.dumps({"prompts": prompts, "tokens": tokens}))
+
+
+def export_by_request(folder: Path, family: str) -> None:
+    """Write a folder of two expansions, and what `generate` makes of prompts for each of them and for the base."""
+    heads = {} if family == "gpt_neox" else {"num_key_value_heads": 2, "head_dim": 32}
+    base = save_tiny(folder / "base", family, **SIZES, **heads, max_position_embeddings=256)
+    extracts = []
+    for seed, request in enumerate((WIDE, NARROW), 1):
+        made = shake(expand(base, request, folder / f"{request.name}-blocks").path, seed, 0.3)
+        extracts.append(extract(made, folder / request.name).path)
+    both = compose(base, extracts, folder / "both").path
+    # "eager" applies the cap on attention scores that some configs set, as vLLM does
+    model = AutoModelForCausalLM.from_pretrained(both, dtype=torch.float32, attn_implementation="eager").eval()
+    shared = prompts(97)[PROMPTS - 1] * 2
+    ids = [*prompts(97)[:PROMPTS:2], *(shared[:PREFIX] + ending for ending in prompts(97)[:4])]
+    found: dict[str, list[list[int]]] = {"": [], "wide": [], "narrow": []}
+    kept = []
+    for token_ids in ids:
+        answers = {}
+        for name in found:
+            with model.use_expansion(name or None):
+                answers[name] = answer(model, token_ids)
+        # a prompt with the same answer under two names compares nothing
+        differ = len({str(made) for made, _ in answers.values()}) == len(found)
+        if differ and all(is_clear for _, is_clear in answers.values()):
+            kept.append(token_ids)
+            for name, (made, _) in answers.items():
+                found[name].append(made)
+    assert len(kept) >= PROMPTS // 2 and len(kept[-1]) > PREFIX, f"{folder}: {len(kept)} prompts are clear"
+    both.with_name("both.by-request.json").write_text(json.dumps({"prompts": kept, "tokens": found}))
 
 
 def main(folder: Path) -> None:
@@ -89,6 +133,8 @@ def main(folder: Path) -> None:
             compute(subfolder / name, prompts(97))
         tied = {open_checkpoint(made).config["tie_word_embeddings"] for made in (base, subfolder / "fused")}
         assert tied == {family.startswith("gemma")}, "of each kind there is one"
+    for family in BY_REQUEST:
+        export_by_request(folder / "by-request" / family, family)
     export_text(folder / "text")
     export_new_tokens(folder / "new-tokens")
 

@@ -1,0 +1,1 @@
+"""A plugin for vLLM: each request names an expansion of the served folder, or none. Nothing else imports it."""
