@@ -34,7 +34,9 @@ GROWN = Request("all", variant="adapt", up_width=0, up_kv_heads=0)
 # two expansions of one base, which differ in layers, widths and heads
 WIDE = replace(ALL, name="wide")
 NARROW = replace(MIDDLE, name="narrow", up_width=32, up_kv_heads=2, collaborate="both")
-BY_REQUEST = ("llama", "gemma3_text", "gpt_neox")
+GROUPS = {"num_key_value_heads": 2, "head_dim": 32}
+# the window is shorter than some prompts, and reaches into the cached prefix of others
+BY_REQUEST = {"llama": GROUPS, "gemma3_text": GROUPS | {"sliding_window": 48}, "gpt_neox": {}}
 # tokens that several prompts begin with: more than two blocks of a KV cache
 PREFIX = 70
 
@@ -85,8 +87,7 @@ def compute(path: Path, ids: list[list[int]], wanted: int = PROMPTS) -> None:
 
 def export_by_request(folder: Path, family: str) -> None:
     """Write a folder of two expansions, and what `generate` makes of prompts for each of them and for the base."""
-    heads = {} if family == "gpt_neox" else {"num_key_value_heads": 2, "head_dim": 32}
-    base = save_tiny(folder / "base", family, **SIZES, **heads, max_position_embeddings=256)
+    base = save_tiny(folder / "base", family, **SIZES, **BY_REQUEST[family], max_position_embeddings=256)
     extracts = []
     for seed, request in enumerate((WIDE, NARROW), 1):
         made = shake(expand(base, request, folder / f"{request.name}-blocks").path, seed, 0.3)
