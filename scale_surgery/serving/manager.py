@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from scale_surgery.errors import Problem, ServingError
 from scale_surgery.serving.plugin import number_of
 
 # vLLM's names of adapters that it makes up to measure memory
@@ -31,17 +32,14 @@ class ExpansionManager:
         is_made_up = any(request.lora_name.startswith(MADE_UP) for request in requests)
         for request in requests:
             if not is_made_up and number_of(request.lora_name, self.names) != request.lora_int_id:
-                raise ValueError(f"{request.lora_name}: came with another number, {request.lora_int_id}")
+                raise ServingError(Problem("served-number", request.lora_name, number=request.lora_int_id))
         self.numbers = tuple(min(number, len(self.names)) for number in mapping.index_mapping)
 
     def take_numbers(self, tokens: int) -> tuple[int, ...]:
         """Return the numbers for a forward of so many tokens, once: the next forward has its own."""
         numbers, self.numbers = self.numbers, None
         if numbers is None or len(numbers) > tokens:
-            raise RuntimeError(
-                f"vLLM computes {tokens} tokens, and said the expansions of "
-                f"{'none' if numbers is None else len(numbers)}. This plugin was tested with vLLM 0.32.0."
-            )
+            raise ServingError(Problem("served-tokens", "vLLM", tokens=tokens, named=len(numbers or ())))
         return numbers
 
     def add_adapter(self, request: Any) -> bool:
