@@ -19,10 +19,12 @@ if __name__ == "__main__":
     # this script runs without the package of tests
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.vllm.check import AT_ONCE, SETTINGS
+from tests.vllm.check import AT_ONCE, SETTINGS, client_of, tokens_of
 
 # tokens of a block of the KV cache: a prefix is shared by whole blocks
 BLOCK, LONGEST = 32, 128
+# prompts of each name that are asked over HTTP
+OVER_HTTP = 4
 # the name of a request without an expansion
 BASE = ""
 # settings of vLLM by their part, a value that is refused, and the option that the error names
@@ -183,6 +185,31 @@ CHECKS: tuple[Callable[[Server], str], ...] = (
 )
 
 
+def ask_by_name(path: Path) -> str:
+    """What is wrong with the answers that the client of OpenAI gets, with names of expansions as names of models."""
+    from openai import NotFoundError
+
+    expected = json.loads(path.with_name(f"{path.name}.by-request.json").read_text())
+    named = [f"{name}={path}" for name in expected["tokens"] if name]
+    options = ("--served-model-name", "base", "--enable-lora", "--max-loras", "2", "--lora-modules", *named)
+    try:
+        with client_of(path, "--max-model-len", str(LONGEST), *options) as client:
+            listed = {model.id for model in client.models.list()}
+            if listed != {name or "base" for name in expected["tokens"]}:
+                return f"it lists the models {listed}"
+            for name, answers in expected["tokens"].items():
+                for prompt, wanted in list(zip(expected["prompts"], answers, strict=True))[:OVER_HTTP]:
+                    if tokens_of(client, name or "base", prompt, len(wanted)) != wanted:
+                        return f"an answer of {name or 'the base'} is not that of generate"
+            try:
+                tokens_of(client, "missing", expected["prompts"][0], 1)
+                return "a name that does not exist is answered"
+            except NotFoundError:
+                return ""
+    except RuntimeError as error:
+        return str(error)
+
+
 def serve(path: Path) -> int:
     """Run all checks in this process; returns how many failed."""
     server, failed = Server(path), 0
@@ -206,7 +233,9 @@ def main(folder: Path) -> int:
         if run.returncode or len(lines) < len(CHECKS):
             print(f"{path.parent.name}: FAILED {(run.stderr.strip().splitlines() or [''])[-1][:300]}", flush=True)
             failed += 1
-    return failed
+    problem = ask_by_name(path)
+    print(f"{path.parent.name}, over HTTP: {problem or 'ok'}", flush=True)
+    return failed + bool(problem)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -55,34 +58,51 @@ def check(path: Path) -> str:
     return "" if equal == len(wanted) else f"{equal} of {len(wanted)} answers are those of generate"
 
 
-def ask(path: Path) -> str:
-    """What is wrong with the answers that the client of OpenAI gets."""
+@contextmanager
+def client_of(path: Path, *options: str) -> Iterator[Any]:
+    """Serve a model, and make a client of OpenAI for it.
+
+    Raises:
+        RuntimeError: If the server ends or does not answer.
+    """
     from openai import OpenAI
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ["--trust-remote-code", "--dtype", "float32", "--max-model-len", str(LONGEST), "--enforce-eager"]
-    place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "fused"]
+    place = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     # what the command `vllm serve` runs; that asks for a package called vllm, and one for processors has another name
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *options, *place]
-    expected = json.loads(path.with_name(f"{path.name}.expected.json").read_text())
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     with subprocess.Popen(
         command, env=os.environ | SETTINGS, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as server:
         try:
             wait(client, server)
-            # tokens, since the server keeps the bytes of a character that an answer does not end to itself
-            further = {"ignore_eos": True, "return_token_ids": True}
-            asked = {"max_tokens": len(expected["tokens"][0]), "temperature": 0, "extra_body": further}
-            answers = [client.completions.create(model="fused", prompt=text, **asked) for text in expected["texts"]]
-        except RuntimeError as error:
-            return str(error)
+            yield client
         finally:
             server.terminate()
-    equal = sum(a.choices[0].token_ids == wanted for a, wanted in zip(answers, expected["tokens"], strict=True))
-    return "" if equal == len(answers) else f"{equal} of {len(answers)} answers are those of generate"
+
+
+def tokens_of(client: Any, model: str, prompt: str | list[int], count: int) -> list[int]:
+    """Ask a model of a server for so many tokens."""
+    # tokens, since the server keeps the bytes of a character that an answer does not end to itself
+    further = {"ignore_eos": True, "return_token_ids": True}
+    answer = client.completions.create(model=model, prompt=prompt, max_tokens=count, temperature=0, extra_body=further)
+    return list(answer.choices[0].token_ids)
+
+
+def ask(path: Path) -> str:
+    """What is wrong with the answers that the client of OpenAI gets."""
+    expected = json.loads(path.with_name(f"{path.name}.expected.json").read_text())
+    options = ("--trust-remote-code", "--max-model-len", str(LONGEST), "--served-model-name", "fused")
+    try:
+        with client_of(path, *options) as client:
+            pairs = list(zip(expected["texts"], expected["tokens"], strict=True))
+            equal = sum(tokens_of(client, "fused", text, len(wanted)) == wanted for text, wanted in pairs)
+    except RuntimeError as error:
+        return str(error)
+    return "" if equal == len(pairs) else f"{equal} of {len(pairs)} answers are those of generate"
 
 
 def wait(client: object, server: subprocess.Popen[bytes]) -> None:

@@ -87,7 +87,11 @@ def compute(path: Path, ids: list[list[int]], wanted: int = PROMPTS) -> None:
 
 def export_by_request(folder: Path, family: str) -> None:
     """Write a folder of two expansions, and what `generate` makes of prompts for each of them and for the base."""
-    base = save_tiny(folder / "base", family, **SIZES, **BY_REQUEST[family], max_position_embeddings=256)
+    # a server needs a tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    sizes = SIZES | BY_REQUEST[family] | {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    base = save_tiny(folder / "base", family, **sizes)
+    tokenizer.save_pretrained(base)
     extracts = []
     for seed, request in enumerate((WIDE, NARROW), 1):
         made = shake(expand(base, request, folder / f"{request.name}-blocks").path, seed, 0.3)
