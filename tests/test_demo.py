@@ -38,7 +38,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Demo, str]:
 
 def base_bytes(text: str) -> dict[str, str]:
     """The last column of the table at the end, by row."""
-    rows = re.findall(r"^(\S.*?) +[\d.]+% +[\d.]+% +(\S.*?) *$", text, re.MULTILINE)
+    rows = re.findall(r"^(\S.*?) +(?:[\d.]+ +)?[\d.]+% +[\d.]+% +(\S.*?) *$", text, re.MULTILINE)
     return {title: kept for title, kept in rows if title in (*ROWS, "full fine-tuning")}
 
 
@@ -103,6 +103,9 @@ def test_the_table_says_what_was_counted(shown):
     assert result.base_tensors == 38
     assert result.base_tensors_kept == {"biographies": 38, "trained": 38, "job/routed": 38, "fine-tuned": 0}
     assert base_bytes(text) == dict.fromkeys(ROWS, "all there") | {"full fine-tuning": "overwritten"}
+    rates = dict(re.findall(r"^(\S.*?) +([\d.]+) +[\d.]+% +[\d.]+% +(?:all|over)", text, re.MULTILINE))
+    learned = {"learn, without its router": "0.003", "learn": "0.003"}
+    assert rates == {"preserve": "0.01", **learned, "full fine-tuning": "0.001"}
 
 
 @pytest.mark.parametrize("folder", sorted(set(ROWS.values())))
