@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.forms import form_of, refuse_form
 from scale_surgery.checkpoint.locks import locked_scratch
 from scale_surgery.checkpoint.sources import Source
 from scale_surgery.comparing.settings import CompareSettings
@@ -26,6 +25,7 @@ from scale_surgery.errors import PlanError, Problem
 from scale_surgery.learning.learn import count_layers
 from scale_surgery.learning.presets import last_layers
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
+from scale_surgery.planning.base import check_is_base
 from scale_surgery.planning.request import Request
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole, quiet_transformers, translated
@@ -51,9 +51,8 @@ class Place:
     @classmethod
     def open(cls, source: Source, folder: Path, settings: CompareSettings, run: RunOptions) -> Place:
         """Open a base that is there; models are in float32, so that all of a method's parameters can be trained."""
-        if (form := form_of(source.path)) not in ("base", "stock"):
-            refuse_form(source.name, form, "base")
         checkpoint = open_checkpoint(source.path)
+        check_is_base(checkpoint, source.name)
         return cls(checkpoint, source.name, folder, settings, replace(run.placed(), dtype="float32"))
 
     @property

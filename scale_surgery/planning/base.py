@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
@@ -165,6 +166,12 @@ def base_in(checkpoint: Checkpoint, name: str) -> Checkpoint:
     if checkpoint.recorded is not None and name in checkpoint.recorded["expansions"]:
         raise CheckpointError(Problem("expansion-exists", checkpoint.path, name=name))
     return base
+
+
+def check_is_base(checkpoint: Checkpoint, where: Path | str) -> None:
+    """Check that a folder holds a base model, without expansions."""
+    if CONFIG_KEY in checkpoint.config or checkpoint.recorded is not None:
+        refuse_form(where, "expanded", "base")
 
 
 def base_alone(checkpoint: Checkpoint) -> Checkpoint:

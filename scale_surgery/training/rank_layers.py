@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.forms import refuse_form
-from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.fields import problems_of
+from scale_surgery.planning.base import check_is_base
 from scale_surgery.planning.methods import complete
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
@@ -124,8 +123,7 @@ def plan_candidates(
 ) -> tuple[Plan, int, Price]:
     """Return the plan of all candidates, the budget, and the price of any choice; check everything except the texts."""
     request = _checked(request, settings)
-    if CONFIG_KEY in checkpoint.config or checkpoint.recorded is not None:
-        refuse_form(source.path, "expanded", "base")  # layers are chosen before a model is expanded
+    check_is_base(checkpoint, source.path)  # layers are chosen before a model is expanded
     choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
     plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
 

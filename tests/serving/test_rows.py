@@ -115,6 +115,18 @@ def test_rows_side_by_side_get_the_logits_of_each_alone(tmp_path, family):
         assert (row - logits).abs().max() > 1
 
 
+@pytest.mark.slow
+def test_expansions_of_different_layers_lie_side_by_side(tmp_path):
+    """The narrow one is above the wide one: its modules read a hidden state that is wider than they need."""
+    low = Request("0", variant="adapt", collaborate="both", up_width=32, init_w22="random", name="wide")
+    high = Request("2", variant="adapt", collaborate="both", up_width=16, init_w22="random", name="narrow")
+    both = composed(tmp_path, "llama", low, high)
+    model, rows = load(both, attn_implementation="eager"), RowModel(load(both, attn_implementation="eager"))
+    numbers = [0 if name is None else 1 + model.expansions.index(name) for name in ROWS]
+    for row, name, ids in zip(side_by_side(rows, numbers), ROWS, prompts(), strict=True):
+        torch.testing.assert_close(row, alone(model, name, ids), rtol=0, atol=ROUNDING)
+
+
 def test_logits_of_some_tokens_are_those_of_their_own_expansions(tmp_path):
     rows = RowModel(load(composed(tmp_path, "llama", WIDE, NARROW)))
     ids = torch.cat(prompts(), dim=1)
