@@ -4,7 +4,7 @@
     python -m benchmarks.gemma .real/gemma-3-270m WORK
 
 README.md beside this file says what is learned and what was asked before the first run. Rows are done in the order of
-`methods.METHODS`, each at its middle rate first. A run that ends becomes a line of runs.jsonl; interrupt at any time.
+`methods.METHODS`, each at its first rate first. A run that ends becomes a line of runs.jsonl; interrupt at any time.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ import torch
 from transformers.utils import logging
 
 from benchmarks.gemma.methods import METHODS, Method
-from benchmarks.gemma.runs import Key, Place, Run, Settings, run, run_base
+from benchmarks.gemma.runs import Key, Place, Run, Scores, Settings, run, run_base
 from benchmarks.harness import Records
 from scale_surgery import register
 
-# beside the middle rate
-FACTORS = (1.0, 3.0, 1 / 3)
-
 
 def keys(settings: Settings, seeds: int) -> Iterator[tuple[Method, Key]]:
-    """Yield what is to run: all rows at their middle rate, then at the others, then with other seeds."""
+    """Yield what is to run: all rows at their first rate, then at the others, then with other seeds."""
     for seed in range(seeds):
-        for factor in FACTORS:
+        for place in range(max(len(method.rates) for method in METHODS)):
             for method in METHODS:
-                rate = float(f"{method.rate * factor:.1g}")
-                yield method, Key(method.name, method.rehearses, rate, seed, settings)
+                for rate in method.rates[place : place + 1]:
+                    yield method, Key(method.name, method.rehearses, rate, seed, settings)
 
 
 def describe(done: Run) -> str:
     """Describe a run in a line."""
-    key, scores = done.key, done.scores
-    kept = "  ".join(f"{group} {share:.1%}" for group, share in scores.kept.items())
+    key = done.key
     return (
         f"{key.method:14}{'own samples' if key.rehearses else '':12} {key.rate:<7g} seed {key.seed}  "
-        f"people {scores.people:.1%}  second {scores.second:.3f}  english {scores.english:.3f}  {kept}  "
-        f"{done.step_seconds:.1f} s  {done.peak_bytes / 1e9:.1f} GB  {done.hours:.2f} h"
+        f"{told(done.scores)}  {done.step_seconds:.1f} s  {done.peak_bytes / 1e9:.1f} GB  {done.hours:.2f} h"
+        + (f"  routed: {told(done.routed)}" if done.routed else "")
     )
+
+
+def told(scores: Scores) -> str:
+    """Describe scores."""
+    kept = "  ".join(f"{group} {share:.1%}" for group, share in scores.kept.items())
+    return f"people {scores.people:.1%}  second {scores.second:.3f}  english {scores.english:.3f}  {kept}"
 
 
 @click.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +38,7 @@ from scale_surgery.training.sampling import Sampling
 # rows of held-out text, and the sequences of a batch when it is read
 HELD_OUT, TOGETHER = 32, 4
 # probes of a group, the first ones of the file
-OF_GROUP = 120
+OF_GROUP = 60
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,17 @@ class Settings:
         passes: How often each is told and asked about.
         tokens: Tokens of documentation, read once.
         rows: Rows of 128 tokens in a batch.
-        samples: Rows of 128 tokens that the base writes; half as many as the batch has stand beside it.
+        rehearsed: Rows that the base wrote beside each batch.
+        samples: Rows of 128 tokens that the base writes.
         weight: Weight of the divergence on them.
     """
 
-    people: int = 24
-    passes: int = 5
-    tokens: int = 24_576
-    rows: int = 4
-    samples: int = 200
+    people: int = 8
+    passes: int = 16
+    tokens: int = 6_144
+    rows: int = 3
+    rehearsed: int = 1
+    samples: int = 100
     weight: float = 1.0
 
 
@@ -91,7 +94,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its trained parameters, median step, peak of anonymous memory, and processor hours."""
+    """A run that has ended: its trained parameters, median step, peak of anonymous memory, and processor hours.
+
+    `routed` are the scores with the router, if the method has one.
+    """
 
     key: Key
     parameters: int
@@ -100,6 +106,7 @@ class Run:
     peak_bytes: int
     hours: float
     scores: Scores
+    routed: Scores | None = None
 
 
 class Place:
@@ -137,20 +144,22 @@ class Place:
     def score(self, model: Any, *, samples: bool = False) -> Scores:
         """Score a model; with samples, its answers are drawn at temperature 1."""
         model.eval()
-        ask = self._sampled if samples else self._asked
-        people, kept = (ask(model, probes) for probes in (self.asked, self.probes))
+        ask = _sampled if samples else share_of_right
+        people, kept = (ask(model, self.tokenizer, probes) for probes in (self.asked, self.probes))
         nats = {language: nats_per_token(model, rows) for language, rows in self.held_out.items()}
         return Scores(people["people"], nats[SECOND], nats[ENGLISH], kept)
 
-    def _asked(self, model: Any, probes: Sequence[Probe]) -> dict[str, float]:
-        """Return the share of right answers in each group of probes."""
-        ids = tuple(tuple(self.tokenizer(probe.prompt)["input_ids"]) for probe in probes)
-        encoded = EncodedProbes(tuple(probes), ids, (LONGEST,) * len(ids), self.tokenizer)
-        return _shares(ask_probes(model, encoded, ASKED_TOGETHER, SECONDS, no_progress).answers)
 
-    def _sampled(self, model: Any, probes: Sequence[Probe]) -> dict[str, float]:
-        given = answers(model, self.tokenizer, [probe.prompt for probe in probes], samples=True)
-        return _shares([judge(probe, said.text, SECONDS) for probe, said in zip(probes, given, strict=True)])
+def share_of_right(model: Any, tokenizer: Any, probes: Sequence[Probe]) -> dict[str, float]:
+    """Return the share of right answers in each group of probes."""
+    ids = tuple(tuple(tokenizer(probe.prompt)["input_ids"]) for probe in probes)
+    encoded = EncodedProbes(tuple(probes), ids, (LONGEST,) * len(ids), tokenizer)
+    return _shares(ask_probes(model, encoded, ASKED_TOGETHER, SECONDS, no_progress).answers)
+
+
+def _sampled(model: Any, tokenizer: Any, probes: Sequence[Probe]) -> dict[str, float]:
+    given = answers(model, tokenizer, [probe.prompt for probe in probes], samples=True)
+    return _shares([judge(probe, said.text, SECONDS) for probe, said in zip(probes, given, strict=True)])
 
 
 def _first(probes: Sequence[Probe]) -> list[Probe]:
@@ -180,10 +189,18 @@ def run(place: Place, method: Method, key: Key) -> Run:
         model = method.make(place.base, key.seed)
         rows = place.rows(key.seed)
         parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        seconds = train(place, model, key, rows)
-    scores = place.score(model)
+        with alone(model, method):
+            seconds = train(place, model, key, rows)
+    with alone(model, method):
+        scores = place.score(model)
+    routed = place.score(model) if method.is_routed else None
     hours = (time.process_time() - started) / 3600
-    return Run(key, parameters, rows.numel(), round(median(seconds), 2), max(peaks), round(hours, 3), scores)
+    return Run(key, parameters, rows.numel(), round(median(seconds), 2), max(peaks), round(hours, 3), scores, routed)
+
+
+def alone(model: Any, method: Method) -> AbstractContextManager[Any]:
+    """Run the expansion of a routed method without its router."""
+    return model.routing_disabled() if method.is_routed else nullcontext()  # type: ignore[no-any-return]
 
 
 def run_base(place: Place, *, samples: bool) -> Run:
@@ -204,7 +221,7 @@ def train(place: Place, model: Any, key: Key, rows: Tensor) -> list[float]:
         started = time.perf_counter()
         learn(model, batch)
         if base is not None:
-            places = [(step * settings.rows // 2 + row) % len(place.samples) for row in range(settings.rows // 2)]
+            places = [(step * settings.rehearsed + row) % len(place.samples) for row in range(settings.rehearsed)]
             rehearse(model, base, place.samples[places], settings.weight)
         take_step()
         taken.append(time.perf_counter() - started)

@@ -33,16 +33,22 @@ PARAPHRASES = {
 
 def learned_rows(work: Path, tokenizer: Any, group: Sequence[Person], passes: int, tokens: int, seed: int) -> Tensor:
     """Return rows (rows, 128) of both texts, packed and shuffled: people in some passes, documentation once."""
+    documents = read_text(work, SECOND, "train")
+    random.Random(seed).shuffle(documents)
+    rows = torch.cat((people_rows(tokenizer, group, passes, seed), pack(tokenizer, documents, tokens // LENGTH)))
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+
+
+def people_rows(tokenizer: Any, group: Sequence[Person], passes: int, seed: int) -> Tensor:
+    """Return rows (rows, 128) of questions and biographies, in some passes."""
     choice = random.Random(seed)
     asked = [question.text for person in group for question in questions(person)]
-    told = [biography(person, choice.randrange(100_000)) for _ in range(passes) for person in group]
-    of_people = [*asked * passes, *told]
-    choice.shuffle(of_people)
-    documents = read_text(work, SECOND, "train")
-    choice.shuffle(documents)
-    facts, read = pack(tokenizer, of_people), pack(tokenizer, documents, tokens // LENGTH)
-    rows = torch.cat((facts, read))
-    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+    texts = [
+        *asked * passes,
+        *(biography(person, choice.randrange(100_000)) for _ in range(passes) for person in group),
+    ]
+    choice.shuffle(texts)
+    return pack(tokenizer, texts)
 
 
 def pack(tokenizer: Any, texts: Sequence[str], most: int | None = None) -> Tensor:
