@@ -74,7 +74,8 @@ def main(
     place = Place(base, work, settings)
     for samples in (False, True):
         name = "base, sampled" if samples else "base"
-        records.once(Key(name, False, 0.0, 0, settings), partial(run_base, place, samples=samples))
+        if not names or name in names:
+            records.once(Key(name, False, 0.0, 0, settings), partial(run_base, place, samples=samples))
     done = {run.key for run in records.read()}
     left = [
         (method, key)
