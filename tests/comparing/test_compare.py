@@ -20,9 +20,10 @@ from scale_surgery import CompareSettings, Comparison, Request, compare, expand
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, biography, people
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.comparing.compare import PAGE, RECORD, CompareStart
+from scale_surgery.comparing.compare import MEASURED, PAGE, RECORD, CompareStart
 from scale_surgery.comparing.comparison import Base, Losses, Row
 from scale_surgery.comparing.methods import METHODS, Place
+from scale_surgery.comparing.settings import FOLDERS
 from scale_surgery.comparing.tables import advice
 from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.running.loss import Measurement
@@ -85,6 +86,21 @@ def test_an_interrupted_comparison_continues_to_the_same_numbers(
     with pytest.raises(CheckpointError) as other:
         compare(*arguments[:-1], replace(SETTINGS, seed=1))
     assert other.value.problems[0].code == "comparison-of-other-settings"
+
+
+def test_of_a_long_text_a_bounded_part_is_measured(texts: dict[str, Path], tmp_path: Path) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    documents = [biography(person, style) for person in people(SHIPPED_PEOPLE) for style in range(3)]
+    old = tmp_path / "old.jsonl"
+    old.write_text("\n".join(json.dumps({"text": text}) for text in documents), encoding="utf-8")
+    with pytest.raises(TrainingError):
+        compare(SHIPPED_MODEL, texts["new"], old, tmp_path / "out", SETTINGS, start=CompareStart(forecast=stop))
+    for part in ("calibrate", "measure"):
+        lines = (tmp_path / "out" / FOLDERS["old"] / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
+        held_out = sum(len(json.loads(line)["text"]) for line in lines)
+        assert MEASURED / 2 < held_out < MEASURED + max(map(len, documents)) < sum(map(len, documents)) / 2
 
 
 @pytest.mark.slow
