@@ -6,7 +6,7 @@ python -m benchmarks.gemma.report [--images docs/images]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +18,8 @@ from benchmarks.harness import Records
 
 RECORDS = Path(__file__).with_name("runs.jsonl")
 BASE, SAMPLED = "base", "base, sampled"
+# columns of the table in docs/results.md
+EXCERPT = ("method", "own samples", "rate", "trained", "people", "Korean", "English", "kept", "s")
 # okabe and ito, and a shape for each
 STYLES = {
     "full": ("#000000", "o"),
@@ -71,35 +73,33 @@ def lines(runs: Iterable[Run]) -> list[Line]:
     ]
 
 
-def table(found: list[Line]) -> list[str]:
-    """Lay out scores, and what a step costs."""
-    groups = list(found[0].scores.kept)
-    columns = ["method", "own samples", "rate", "trained", "people", "Korean", "English", *groups, "kept", "s", "GB"]
+def table(found: list[Line], columns: Sequence[str] = ()) -> list[str]:
+    """Lay out what a run was, its scores, and what a step cost; or some of these columns."""
+    cells = [_cells(line) for line in found]
+    columns = columns or list(cells[0])
     return [
         f"| {' | '.join(columns)} |",
-        f"|---|---|{'--:|' * (len(columns) - 2)}",
-        *(f"| {' | '.join(_cells(line))} |" for line in found),
+        f"|{'---|' * 2}{'--:|' * (len(columns) - 2)}",
+        *(f"| {' | '.join(row[column] for column in columns)} |" for row in cells),
     ]
 
 
-def _cells(line: Line) -> list[str]:
+def _cells(line: Line) -> dict[str, str]:
     run, scores = line.run, line.scores
-    said = [
-        f"{100 * scores.people:.0f}",
-        f"{scores.second:.2f}",
-        f"{scores.english:.2f}",
-        *(f"{100 * share:.0f}" for share in scores.kept.values()),
-        f"{100 * line.kept:.1f}",
-    ]
-    if not run.parameters:
-        return [line.name, "", "", "", *said, "", ""]
-    millions = f"{run.parameters / 1e6:.1f} M"
-    rehearses = "yes" if run.key.rehearses else "no"
-    return [
-        *(line.name, rehearses, f"{run.key.rate:g}", millions),
-        *said,
-        *(f"{run.step_seconds:.0f}", f"{run.peak_bytes / 1e9:.1f}"),
-    ]
+    is_base = not run.parameters
+    return {
+        "method": line.name,
+        "own samples": "" if is_base else "yes" if run.key.rehearses else "no",
+        "rate": "" if is_base else f"{run.key.rate:g}",
+        "trained": "" if is_base else f"{run.parameters / 1e6:.1f} M",
+        "people": f"{100 * scores.people:.0f}",
+        "Korean": f"{scores.second:.2f}",
+        "English": f"{scores.english:.2f}",
+        **{group: f"{100 * share:.0f}" for group, share in scores.kept.items()},
+        "kept": f"{100 * line.kept:.1f}",
+        "s": "" if is_base else f"{run.step_seconds:.0f}",
+        "GB": "" if is_base else f"{run.peak_bytes / 1e9:.1f}",
+    }
 
 
 def draw(found: list[Line], file: Path) -> None:
@@ -136,8 +136,6 @@ def draw(found: list[Line], file: Path) -> None:
         for axes in (left, right):
             axes.axvline(0, color="#999999", linewidth=0.8)
             axes.axhline(100 * bases[BASE].scores.people, color="#999999", linewidth=0.8, linestyle="--")
-        if SAMPLED in bases:
-            left.axvline(100 * (1 - bases[SAMPLED].kept), color="#999999", linewidth=0.8, linestyle="--")
         left.set_ylabel("questions about new people answered, %")
         left.set_xlabel("probes that are lost, %")
         right.set_xlabel("English forgotten, nats per token")

@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.gemma.asking import answers, write_probes
 from benchmarks.gemma.candidates import functions, sums, translations
 from benchmarks.gemma.choose_probes import PROBES
+from benchmarks.gemma.report import EXCERPT, RECORDS, lines, table
+from benchmarks.gemma.runs import Run
 from benchmarks.gemma.texts import PARAPHRASES, pack, paraphrased
+from benchmarks.harness import Records
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.evidence.probe_file import read_probes
 
@@ -45,3 +48,15 @@ def test_rows_are_whole(tmp_path: Path) -> None:
 def test_the_probes_are_those_that_were_committed_before_training() -> None:
     readme = PROBES.with_name("README.md").read_text(encoding="utf-8")
     assert hashlib.sha256(PROBES.read_bytes()).hexdigest() in readme
+
+
+def test_the_pages_have_the_table_of_the_records() -> None:
+    found = lines(Records(RECORDS, Run).read())
+    record, page = (
+        Path(__file__).parents[2].joinpath(*where).read_text(encoding="utf-8")
+        for where in (("benchmarks", "gemma", "README.md"), ("docs", "results.md"))
+    )
+    assert len(found) > 2 and "\n".join(table(found)) in record
+    # names of methods are longer on the page
+    rows = [row.split(" | ", 1)[1] for row in table(found, EXCERPT)[2:]]
+    assert all(f" | {row}\n" in page for row in rows)
