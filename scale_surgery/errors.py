@@ -188,7 +188,7 @@ class HubError(SurgeryError):
 
 
 class ServingError(SurgeryError):
-    """A server that cannot start: packages are missing, or the address is not available."""
+    """A server that cannot start, or a request to vLLM that its plugin cannot answer."""
 
 
 def problems_of(error: Exception) -> tuple[Problem, ...]:
