@@ -52,9 +52,9 @@ RECORD, PAGE, SAMPLES, LOCK = "compare.json", "compare.html", "samples.jsonl", "
 BEFORE = (f".{LOCK}.lock", UNFINISHED)
 # share of each text in each of its two held-out parts: of old text nothing is learned
 SHARES = {"new": HoldOutSettings.share, "old": LARGEST_SHARE}
-# characters of a held-out part: each try of a rate is measured on two. All methods are measured on the same text, so
-# differences between them need less text than a loss alone
-MEASURED = 50_000
+# characters of a held-out part. All methods are measured on the same text, so differences between them need less text
+# than a loss alone
+MEASURED = 30_000
 # between the rates that are tried
 FACTORS = (1.0, 1 / 4, 4.0)
 # a backward pass takes twice as long as a forward pass
@@ -224,9 +224,9 @@ class _Job:
         rehearsed = texts.training.rehearsed_rows / texts.training.batch_size
         # the base reads own samples too
         step = forward * (PASSES_OF_STEP + (PASSES_OF_STEP + 1) * rehearsed)
-        measured = sum(some.tokens for some in texts.held_out.values()) / texts.batch_tokens
+        measured = (settings.rates * texts.measured(CALIBRATE) + texts.measured(MEASURE)) / texts.batch_tokens
         steps = texts.steps + settings.rates * texts.steps_of_try
-        return len(settings.methods) * (steps * step + forward * measured * settings.rates)
+        return len(settings.methods) * (steps * step + forward * measured)
 
     def _row(self, name: str, method: Method) -> Row | Refused:
         """Try the rates of a method, then train it with the best."""

@@ -10,6 +10,9 @@ from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength
 from scale_surgery.training.settings import AboveZero, TrainingSettings
 
 MethodName = Literal["full", "lora", "osf", "preserve", "adapt", "gated", "grow", "routed"]
+# sequences in a step: at most so many, and fewer for this many steps. A twelfth of them is a try of a rate, which needs
+# some steps after its warm-up
+MOST_ROWS, LEAST_STEPS = 8, 48
 # folders with the parts of a text, by its side
 FOLDERS = {"new": "texts-new", "old": "texts-old"}
 METHOD_NAMES: tuple[MethodName, ...] = get_args(MethodName)
@@ -27,7 +30,7 @@ class CompareSettings:
         rates: Learning rates that are tried for each method, on a twelfth of the tokens: the middle one, a
             quarter of it, and four times as much if the quarter is not better.
         sequence_length: Tokens in a sequence. Default: the model's context length, at most 512.
-        batch_size: Sequences in one optimizer step.
+        batch_size: Sequences in one optimizer step. Default: 8, or fewer so that there are 48 steps.
         rank: Rank of the adapters (lora).
         rehearsal_weight: Weight of the divergence from the base on text that it sampled.
         seed: Seed of all random numbers.
@@ -37,7 +40,7 @@ class CompareSettings:
     tokens: Count = 100_000
     rates: Annotated[int, Range(least=1, most=3)] = 3
     sequence_length: SequenceLength | None = None
-    batch_size: Count = 8
+    batch_size: Count | None = None
     rank: Count = field(default=32, metadata=NO_OPTION)
     rehearsal_weight: AboveZero = field(default=1.0, metadata=NO_OPTION)
     seed: Seed = 0
@@ -46,7 +49,7 @@ class CompareSettings:
         """Return the settings of training that the methods share, with rehearsal of own samples."""
         return TrainingSettings(
             sequence_length=length,
-            batch_size=self.batch_size,
+            batch_size=self.batch_size or max(1, min(MOST_ROWS, self.tokens // (length * LEAST_STEPS))),
             rehearse=(ITSELF,),
             rehearsal_weight=self.rehearsal_weight,
             seed=self.seed,

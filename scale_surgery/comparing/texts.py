@@ -28,7 +28,11 @@ from scale_surgery.training.settings import TrainingSettings
 # longest sequences, unless the settings say more
 LONGEST = 512
 # share of the steps on which a rate is tried, and the fewest: fewer would end in the warm-up
-TRIED, FEWEST = 1 / 12, 8
+TRIED, FEWEST = 1 / 12, 4
+# share of a window that is only context, which the window before has scored
+OVERLAP = 1 / 8
+# fewest windows of a text on which a try of a rate is measured
+FEWEST_WINDOWS = 8
 # tokens of an answer whose speed is measured, and of its prompt
 ANSWERED, PROMPT = 24, 16
 
@@ -43,6 +47,7 @@ class Texts:
         to_learn: Sequences to learn.
         held_out: Windows of the held-out texts, by side and part.
         steps: Optimizer steps with all tokens.
+        steps_of_try: Optimizer steps on which a rate is tried.
     """
 
     tokenizer: Any
@@ -50,11 +55,7 @@ class Texts:
     to_learn: Sequences
     held_out: Mapping[tuple[str, str], Sequences]
     steps: int
-
-    @property
-    def steps_of_try(self) -> int:
-        """Steps on which a rate is tried."""
-        return min(self.steps, max(FEWEST, round(self.steps * TRIED)))
+    steps_of_try: int
 
     @property
     def batch_tokens(self) -> int:
@@ -64,6 +65,10 @@ class Texts:
     def lesson(self, steps: int, own: Sequences | None) -> Lesson:
         """Return what a method learns in some steps, with own samples or without."""
         return Lesson(self.to_learn, make_rehearsal(own, self.training), self.training, steps)
+
+    def measured(self, part: str) -> int:
+        """Return the tokens of both texts on which a model is measured."""
+        return sum(self.held_out[side, part].tokens for side in FOLDERS)
 
     def losses(self, model: Any, part: str) -> Losses:
         """Measure a model on a held-out part of both texts."""
@@ -99,10 +104,14 @@ def read_texts(place: Place) -> Texts:
     def read(side: str, part: str) -> Sequences:
         return tokenize(list(read_documents([part_file(place.folder / FOLDERS[side], part)])), tokenizer)
 
-    held_out: dict[tuple[str, str], Sequences] = {
-        (side, part): stride(read(side, part), length, max(1, length // 2), start)
-        for side in FOLDERS
-        for part in (CALIBRATE, MEASURE)
-    }
-    steps = max(1, math.ceil(settings.tokens / (length * settings.batch_size)))
-    return Texts(tokenizer, settings.training(length), pack(read("new", LEARN), length, start), held_out, steps)
+    training, step = settings.training(length), length - math.floor(length * OVERLAP)
+    steps = math.ceil(settings.tokens / (length * training.batch_size))
+    steps_of_try = min(steps, max(FEWEST, round(steps * TRIED)))
+    # a try is measured on as much text as it learns, half of it old
+    windows = max(FEWEST_WINDOWS, steps_of_try * training.batch_size // len(FOLDERS))
+    held_out = dict[tuple[str, str], Sequences]()
+    for side in FOLDERS:
+        held_out[side, CALIBRATE] = stride(read(side, CALIBRATE), length, step, start).some(windows)
+        held_out[side, MEASURE] = stride(read(side, MEASURE), length, step, start)
+    to_learn = pack(read("new", LEARN), length, start)
+    return Texts(tokenizer, training, to_learn, held_out, steps, steps_of_try)
