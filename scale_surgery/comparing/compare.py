@@ -57,8 +57,8 @@ SHARES = {"new": HoldOutSettings.share, "old": LARGEST_SHARE}
 MEASURED = 30_000
 # between the rates that are tried
 FACTORS = (1.0, 1 / 4, 4.0)
-# a backward pass takes twice as long as a forward pass
-PASSES_OF_STEP = 3
+# forward passes that take as long as a step: a backward pass takes as long as one, twice as long if all weights learn
+PASSES_OF_STEP = {False: 2, True: 3}
 
 
 @dataclass(frozen=True)
@@ -220,13 +220,17 @@ class _Job:
 
     def _seconds_of_methods(self, forward: float) -> float:
         """Forecast the training of all methods, by the seconds in which the base reads a batch."""
+        from scale_surgery.comparing.methods import METHODS
+
         texts, settings = self.texts, self.comparison.settings
-        rehearsed = texts.training.rehearsed_rows / texts.training.batch_size
-        # the base reads own samples too
-        step = forward * (PASSES_OF_STEP + (PASSES_OF_STEP + 1) * rehearsed)
         measured = (settings.rates * texts.measured(CALIBRATE) + texts.measured(MEASURE)) / texts.batch_tokens
-        steps = texts.steps + settings.rates * texts.steps_of_try
-        return len(settings.methods) * (steps * step + forward * measured)
+        steps, passes = texts.steps + settings.rates * texts.steps_of_try, 0.0
+        for method in map(METHODS.__getitem__, settings.methods):
+            of_step = PASSES_OF_STEP[method.holds_two]
+            # the base reads own samples too
+            rehearsed = (of_step + 1) * texts.training.rehearsed_rows / texts.training.batch_size
+            passes += measured + steps * (of_step + (rehearsed if method.rehearses else 0.0))
+        return forward * passes
 
     def _row(self, name: str, method: Method) -> Row | Refused:
         """Try the rates of a method, then train it with the best."""

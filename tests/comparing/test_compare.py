@@ -25,6 +25,7 @@ from scale_surgery.comparing.comparison import Base, Losses, Row
 from scale_surgery.comparing.methods import METHODS, Place
 from scale_surgery.comparing.settings import FOLDERS
 from scale_surgery.comparing.tables import advice
+from scale_surgery.comparing.texts import read_texts
 from scale_surgery.errors import CheckpointError, PlanError, TrainingError
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import RunOptions
@@ -101,6 +102,20 @@ def test_of_a_long_text_a_bounded_part_is_measured(texts: dict[str, Path], tmp_p
         lines = (tmp_path / "out" / FOLDERS["old"] / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
         held_out = sum(len(json.loads(line)["text"]) for line in lines)
         assert MEASURED / 2 < held_out < MEASURED + max(map(len, documents)) < sum(map(len, documents)) / 2
+
+
+def test_a_try_is_measured_on_no_more_text_than_it_learns(done: tuple[Comparison, Path]) -> None:
+    settings = CompareSettings(tokens=6_000, sequence_length=16)
+    place = Place.open(find_source(SHIPPED_MODEL), done[1], settings, RunOptions())
+    texts = read_texts(place)
+    learned = texts.steps_of_try * texts.batch_tokens
+    assert learned / 2 < texts.measured("calibrate") <= learned < texts.measured("measure")
+
+
+def test_a_small_budget_has_smaller_steps_and_not_fewer() -> None:
+    sizes = {tokens: CompareSettings(tokens=tokens).training(512).batch_size for tokens in (100, 100_000, 1_000_000)}
+    assert sizes == {100: 1, 100_000: 4, 1_000_000: 8}
+    assert CompareSettings(tokens=100, batch_size=3).training(512).batch_size == 3
 
 
 @pytest.mark.slow
