@@ -25,7 +25,7 @@ from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.sources import find_source, listed
-from scale_surgery.comparing.comparison import Base, Comparison, Forecast, Refused, Row, Try
+from scale_surgery.comparing.comparison import Base, Comparison, Forecast, Losses, Refused, Row, Try
 from scale_surgery.comparing.settings import FOLDERS, CompareSettings
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError, TrainingError, problems_of
 from scale_surgery.fields import choice_problems
@@ -216,7 +216,7 @@ class _Job:
         write_samples(self.place.folder / SAMPLES, samples, tokenizer)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         costs = self.place.served_bytes(model), texts.seconds_of_token(model)
-        self._keep(replace(self.comparison, base=Base(texts.losses(model, MEASURE), parameters, *costs)))
+        self._keep(replace(self.comparison, base=Base(self._losses("base", model, MEASURE), parameters, *costs)))
 
     def _seconds_of_methods(self, forward: float) -> float:
         """Forecast the training of all methods, by the seconds in which the base reads a batch."""
@@ -270,7 +270,7 @@ class _Job:
                     return before
             self._learn(name, method, made, rate, self.texts.steps_of_try)
             with made.measuring():
-                done = Try(name, rate, self.texts.losses(made.model, CALIBRATE))
+                done = Try(name, rate, self._losses(name, made.model, CALIBRATE))
         self._keep(self.comparison.adding(done))
         return done
 
@@ -281,6 +281,10 @@ class _Job:
         with self.track(f"{name} at {rate:g}", Steps(steps, steps * self.texts.batch_tokens)) as advance:
             return learn(made, lesson, rate, advance)
 
+    def _losses(self, name: str, model: Any, part: str) -> Losses:
+        with self.track(f"measure {name}", self.texts.measured(part)) as advance:
+            return self.texts.losses(model, part, advance)
+
     def _train(self, name: str, method: Method, made: Made, rate: float, *, is_edge: bool) -> Row:
         from scale_surgery.comparing.training import watching_memory
 
@@ -290,7 +294,7 @@ class _Job:
         with watching_memory(next(made.model.parameters()).device) as peak:
             seconds = self._learn(name, method, made, rate, self.texts.steps)
         with made.measuring():
-            losses = self.texts.losses(made.model, MEASURE)
+            losses = self._losses(name, made.model, MEASURE)
             served = made.model if made.served is None else made.served()
             speed = self.texts.seconds_of_token(served)
         return Row(

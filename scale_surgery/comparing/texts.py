@@ -15,6 +15,7 @@ from scale_surgery.comparing.methods import Place
 from scale_surgery.comparing.settings import FOLDERS
 from scale_surgery.comparing.training import Lesson
 from scale_surgery.learning.hold_out import CALIBRATE, LEARN, MEASURE, part_file
+from scale_surgery.progress import Progress
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loss import measure
 from scale_surgery.running.own_generation import generate_with
@@ -70,9 +71,10 @@ class Texts:
         """Return the tokens of both texts on which a model is measured."""
         return sum(self.held_out[side, part].tokens for side in FOLDERS)
 
-    def losses(self, model: Any, part: str) -> Losses:
+    def losses(self, model: Any, part: str, advance: Progress) -> Losses:
         """Measure a model on a held-out part of both texts."""
-        old, new = (measure(model, self.held_out[side, part], self.training.batch_size) for side in ("old", "new"))
+        size = self.training.batch_size
+        old, new = (measure(model, self.held_out[side, part], size, advance) for side in ("old", "new"))
         return Losses(old, new)
 
     def seconds_of_batch(self, model: Any) -> float:
