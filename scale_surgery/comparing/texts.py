@@ -32,8 +32,8 @@ LONGEST = 512
 TRIED, FEWEST = 1 / 12, 4
 # share of a window that is only context, which the window before has scored
 OVERLAP = 1 / 8
-# fewest windows of a text on which a try of a rate is measured
-FEWEST_WINDOWS = 8
+# tokens of each text on which a try of a rate is measured, as a share of those that it learns, and the fewest
+TRY_MEASURED, FEWEST_MEASURED = 1 / 4, 2_000
 # tokens of an answer whose speed is measured, and of its prompt
 ANSWERED, PROMPT = 24, 16
 
@@ -109,11 +109,11 @@ def read_texts(place: Place) -> Texts:
     training, step = settings.training(length), length - math.floor(length * OVERLAP)
     steps = math.ceil(settings.tokens / (length * training.batch_size))
     steps_of_try = min(steps, max(FEWEST, round(steps * TRIED)))
-    # a try is measured on as much text as it learns, half of it old
-    windows = max(FEWEST_WINDOWS, steps_of_try * training.batch_size // len(FOLDERS))
+    few = max(FEWEST_MEASURED, math.ceil(steps_of_try * training.batch_size * length * TRY_MEASURED))
     held_out = dict[tuple[str, str], Sequences]()
     for side in FOLDERS:
-        held_out[side, CALIBRATE] = stride(read(side, CALIBRATE), length, step, start).some(windows)
+        every = stride(read(side, CALIBRATE), length, step, start)
+        held_out[side, CALIBRATE] = every.some(math.ceil(len(every) * few / every.tokens))
         held_out[side, MEASURE] = stride(read(side, MEASURE), length, step, start)
     to_learn = pack(read("new", LEARN), length, start)
     return Texts(tokenizer, training, to_learn, held_out, steps, steps_of_try)
