@@ -43,7 +43,7 @@ def compare_command(
     """Compare methods that teach MODEL the text of --data: what each learns, forgets and costs.
 
     Each method learns the same number of tokens. Methods stay close to MODEL on text that it sampled. Learning rates
-    are tried on a twelfth of the tokens. The result is compare.html in the output folder: a figure, a table, and a
+    are tried on a part of the tokens. The result is compare.html in the output folder: a figure, a table, and a
     sentence on the method to take. PEFT must be installed for lora and osf.
 
     The same command, without --overwrite, resumes an interrupted comparison.

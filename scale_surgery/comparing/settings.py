@@ -10,8 +10,7 @@ from scale_surgery.fields import NO_OPTION, Count, Range, Seed, SequenceLength
 from scale_surgery.training.settings import AboveZero, TrainingSettings
 
 MethodName = Literal["full", "lora", "osf", "preserve", "adapt", "gated", "grow", "routed"]
-# sequences in a step: at most so many, and fewer for this many steps. A twelfth of them is a try of a rate, which needs
-# some steps after its warm-up
+# sequences in a step: at most so many, and fewer for this many steps
 MOST_ROWS, LEAST_STEPS = 8, 48
 # folders with the parts of a text, by its side
 FOLDERS = {"new": "texts-new", "old": "texts-old"}
@@ -27,8 +26,8 @@ class CompareSettings:
             MLPs. osf: orthogonal subspace fine-tuning of PEFT. preserve, adapt, gated, grow: expansions. routed: adapt
             without rehearsal, with a router.
         tokens: Tokens that each method learns. A shorter text is read again.
-        rates: Learning rates that are tried for each method, on a twelfth of the tokens: the middle one, a
-            quarter of it, and four times as much if the quarter is not better.
+        rates: Learning rates that are tried for each method, on a twelfth of the tokens and at least 8 steps: the
+            default, a quarter of it and, with 3, four times the default if the quarter is not better.
         sequence_length: Tokens in a sequence. Default: the model's context length, at most 512.
         batch_size: Sequences in one optimizer step. Default: 8, or fewer so that there are 48 steps.
         rank: Rank of the adapters (lora).
@@ -38,7 +37,7 @@ class CompareSettings:
 
     methods: tuple[MethodName, ...] = METHOD_NAMES
     tokens: Count = 100_000
-    rates: Annotated[int, Range(least=1, most=3)] = 3
+    rates: Annotated[int, Range(least=1, most=3)] = 2
     sequence_length: SequenceLength | None = None
     batch_size: Count | None = None
     rank: Count = field(default=32, metadata=NO_OPTION)

@@ -28,8 +28,9 @@ from scale_surgery.training.settings import TrainingSettings
 
 # longest sequences, unless the settings say more
 LONGEST = 512
-# share of the steps on which a rate is tried, and the fewest: fewer would end in the warm-up
-TRIED, FEWEST = 1 / 12, 4
+# share of the steps on which a rate is tried, and the fewest: the first steps of AdamW are large for any gradient, so
+# fewer would find every rate too high
+TRIED, FEWEST = 1 / 12, 8
 # share of a window that is only context, which the window before has scored
 OVERLAP = 1 / 8
 # tokens of each text on which a try of a rate is measured, as a share of those that it learns, and the fewest

@@ -88,7 +88,8 @@ def find_matrices(model: Any, facts: Architecture) -> dict[int, list[nn.Paramete
 def _step_in_backward(matrix: nn.Parameter, settings: RankingSettings, steps: int) -> None:
     """Let AdamW update a matrix as soon as it has a gradient, so that only one gradient is held at a time."""
     optimizer = torch.optim.AdamW([matrix], lr=settings.learning_rate, weight_decay=0.0)
-    schedule = LambdaLR(optimizer, lambda step: share_of_rate(step + 1, steps))
+    warm_up = math.ceil(WARM_UP * steps)
+    schedule = LambdaLR(optimizer, lambda step: share_of_rate(step + 1, steps, warm_up))
 
     def step(_: Tensor) -> None:
         optimizer.step()
@@ -98,9 +99,8 @@ def _step_in_backward(matrix: nn.Parameter, settings: RankingSettings, steps: in
     matrix.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
 
 
-def share_of_rate(step: int, steps: int) -> float:
+def share_of_rate(step: int, steps: int, warm_up: int) -> float:
     """Return the share of the highest learning rate at a step, from 1: a linear rise, then a linear fall to zero."""
-    warm_up = math.ceil(WARM_UP * steps)
     return step / warm_up if step <= warm_up else (steps + 1 - step) / (steps + 1 - warm_up)
 
 

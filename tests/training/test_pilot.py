@@ -107,7 +107,7 @@ def plain_loop(model, settings, steps) -> list[float]:
     losses = []
     model.train()
     for step, batch in zip(range(1, steps + 1), batches, strict=False):
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * share_of_rate(step, steps)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * share_of_rate(step, steps, warm_up=1)
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()
@@ -154,9 +154,9 @@ def test_numbers_that_are_not_finite_are_refused(llama):
 
 
 def test_the_rate_rises_and_falls():
-    shares = [share_of_rate(step, 100) for step in range(1, 101)]
+    shares = [share_of_rate(step, 100, warm_up=6) for step in range(1, 101)]
     assert shares[5] == 1.0
     assert shares[:6] == sorted(shares[:6])
     assert shares[5:] == sorted(shares[5:], reverse=True)
     assert 0 < shares[-1] < 0.02
-    assert share_of_rate(1, 1) == 1.0
+    assert share_of_rate(1, 1, warm_up=1) == 1.0
