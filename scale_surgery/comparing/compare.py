@@ -57,7 +57,7 @@ SHARES = {"new": HoldOutSettings.share, "old": LARGEST_SHARE}
 MEASURED = 30_000
 # between the rates that are tried
 FACTORS = (1.0, 1 / 4, 4.0)
-# forward passes that take as long as a step: a backward pass takes as long as one, twice as long if all weights learn
+# forward passes that take as long as a step: a backward pass takes as long as one, two if the base's weights learn
 PASSES_OF_STEP = {False: 2, True: 3}
 
 
@@ -226,7 +226,7 @@ class _Job:
         measured = (settings.rates * texts.measured(CALIBRATE) + texts.measured(MEASURE)) / texts.batch_tokens
         steps, passes = texts.steps + settings.rates * texts.steps_of_try, 0.0
         for method in map(METHODS.__getitem__, settings.methods):
-            of_step = PASSES_OF_STEP[method.holds_two]
+            of_step = PASSES_OF_STEP[method.overwrites]
             # the base reads own samples too
             rehearsed = (of_step + 1) * texts.training.rehearsed_rows / texts.training.batch_size
             passes += measured + steps * (of_step + (rehearsed if method.rehearses else 0.0))

@@ -105,21 +105,21 @@ class Method:
         about: Description for people.
         kind: "whole", trained as it is; "adapter", by PEFT; or "expansion".
         rehearses: True if it is kept close to the base on own samples.
-        holds_two: True if a second copy of the base is in memory for that.
+        overwrites: True if the base's own weights learn. Then that needs a second copy of the base in memory.
     """
 
     make: Callable[[Place], AbstractContextManager[Made]]
     about: str
     kind: Literal["whole", "adapter", "expansion"] = "expansion"
     rehearses: bool = True
-    holds_two: bool = False
+    overwrites: bool = False
 
     def least_bytes(self, place: Place) -> int:
         """Return bytes that training takes at least: models in float32; of full fine-tuning, gradients and AdamW too.
 
         Activations, and what a method adds, come on top.
         """
-        copies = 2 if self.holds_two else 1
+        copies = 2 if self.overwrites else 1
         of_training = TRAINED_COPIES if self.kind == "whole" else 0
         return (copies + of_training) * BYTES * place.numbers
 
@@ -189,13 +189,13 @@ def _expansion(layers: str = "", **options: Any) -> Callable[[Place], AbstractCo
 
 ADAPT: dict[str, Any] = {"variant": "adapt", "collaborate": "both"}
 METHODS: Mapping[str, Method] = {
-    "full": Method(_whole, "all parameters of the base are trained", "whole", holds_two=True),
+    "full": Method(_whole, "all parameters of the base are trained", "whole", overwrites=True),
     "lora": Method(_adapted, "adapters of PEFT on the linear layers of MLPs", "adapter"),
     "osf": Method(
         partial(_adapted, has_subspaces=True),
         "orthogonal subspace fine-tuning of PEFT, on linear layers",
         "adapter",
-        holds_two=True,
+        overwrites=True,
     ),
     "preserve": Method(_expansion(), "new blocks in the last quarter of the layers, without W12"),
     "adapt": Method(_expansion(**ADAPT), "new blocks in the last quarter of the layers, with W12"),

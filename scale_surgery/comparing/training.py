@@ -23,7 +23,7 @@ from scale_surgery.running.pieces import Tail
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.allocator import container_memory
-from scale_surgery.training.arguments import LEAST_WARM_UP, WARM_UP
+from scale_surgery.training.arguments import warmup_steps
 from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.pilot import share_of_rate
@@ -41,6 +41,11 @@ class Lesson:
     rehearsal: Rehearsal | None
     settings: TrainingSettings
     steps: int
+
+    @property
+    def warm_up(self) -> int:
+        """Steps in which the learning rate rises: those of `train`, or half of a try of a rate, which has few."""
+        return max(1, min(warmup_steps(self.settings, self.steps), math.ceil(self.steps / 2)))
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the batch of a step; each pass over the texts is shuffled anew."""
@@ -98,9 +103,7 @@ def learn(made: Made, lesson: Lesson, rate: float, advance: Progress) -> list[fl
     """
     trained = [parameter for parameter in made.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=lesson.settings.weight_decay)
-    # as `train` warms up, and in half of the steps of a try of a rate, which has few
-    warm_up = min(max(math.ceil(WARM_UP * lesson.steps), LEAST_WARM_UP), math.ceil(lesson.steps / 2))
-    schedule = LambdaLR(optimizer, lambda step: share_of_rate(step + 1, lesson.steps, warm_up))
+    schedule = LambdaLR(optimizer, lambda step: share_of_rate(step + 1, lesson.steps, lesson.warm_up))
     step_of, seconds = _Step(made, lesson), list[float]()
     made.model.train()
     with keeping_scores(made.inside):

@@ -64,7 +64,7 @@ def training_schedule(settings: TrainingSettings, learned: Sequences, processes:
     # as in the Trainer: the last step of a pass takes the remaining sequences, and none of the next pass
     steps_a_pass = math.ceil(len(learned) / together)
     steps = settings.steps or math.ceil(settings.epochs * steps_a_pass)
-    warmup = _warmup_steps(settings, steps)
+    warmup = warmup_steps(settings, steps)
     return TrainingSchedule(
         steps=steps,
         warmup_steps=warmup,
@@ -77,7 +77,8 @@ def training_schedule(settings: TrainingSettings, learned: Sequences, processes:
     )
 
 
-def _warmup_steps(settings: TrainingSettings, steps: int) -> int:
+def warmup_steps(settings: TrainingSettings, steps: int) -> int:
+    """Return the steps in which the learning rate rises."""
     if settings.warmup is None:
         # a shorter run ends within the warm-up: the first steps of AdamW are large for any gradient
         return max(math.ceil(WARM_UP * steps), LEAST_WARM_UP) if steps > 1 else 0
@@ -125,7 +126,7 @@ def make_arguments(
         gradient_accumulation_steps=settings.gradient_accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="constant_with_warmup" if settings.schedule == "constant" else settings.schedule,
-        warmup_steps=_warmup_steps(settings, steps),
+        warmup_steps=warmup_steps(settings, steps),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_gradient_norm,
         seed=settings.seed,

@@ -120,6 +120,15 @@ def test_a_small_budget_has_smaller_steps_and_not_fewer() -> None:
     assert CompareSettings(tokens=100, batch_size=3).training(512).batch_size == 3
 
 
+def test_a_try_is_long_enough_to_warm_up(done: tuple[Comparison, Path]) -> None:
+    settings = CompareSettings(tokens=12_000, sequence_length=16)
+    texts = read_texts(Place.open(find_source(SHIPPED_MODEL), done[1], settings, RunOptions()))
+    steps = {1: 1, 2: 1, 8: 4, 9: 5, 20: 10, 49: 10, 1000: 60}
+    assert {count: texts.lesson(count, None).warm_up for count in steps} == steps
+    shorter = CompareSettings(tokens=16 * 10, sequence_length=16)
+    assert read_texts(Place.open(find_source(SHIPPED_MODEL), done[1], shorter, RunOptions())).steps_of_try == 8
+
+
 @pytest.mark.slow
 def test_another_seed_gives_other_numbers(
     done: tuple[Comparison, Path], texts: dict[str, Path], tmp_path: Path
