@@ -240,10 +240,8 @@ class _Job:
             check_memory(name, method, self.place)
             tried = self._tries(name, method)
             best = min(tried, key=lambda done: done.losses.total)
-            rates = [done.rate for done in tried]
-            is_edge = len(rates) > 1 and best.rate in (min(rates), max(rates))
             with method.make(self.place) as made:
-                return self._train(name, method, made, best.rate, is_edge=is_edge)
+                return self._train(name, method, made, best.rate)
         except SurgeryError as error:
             return Refused(name, f"{error}")
         except (MemoryError, RuntimeError) as error:
@@ -263,14 +261,14 @@ class _Job:
 
     def _try(self, name: str, method: Method, factor: float) -> Try:
         """Try a rate, or return what an earlier run found."""
+        for before in self.comparison.tries:
+            if (before.method, before.factor) == (name, factor):
+                return before
         with method.make(self.place) as made:
             rate = float(f"{made.rate * factor:.2g}")
-            for before in self.comparison.tries:
-                if (before.method, before.rate) == (name, rate):
-                    return before
             self._learn(name, method, made, rate, self.texts.steps_of_try)
             with made.measuring():
-                done = Try(name, rate, self._losses(name, made.model, CALIBRATE))
+                done = Try(name, factor, rate, self._losses(name, made.model, CALIBRATE))
         self._keep(self.comparison.adding(done))
         return done
 
@@ -285,7 +283,7 @@ class _Job:
         with self.track(f"measure {name}", self.texts.measured(part)) as advance:
             return self.texts.losses(model, part, advance)
 
-    def _train(self, name: str, method: Method, made: Made, rate: float, *, is_edge: bool) -> Row:
+    def _train(self, name: str, method: Method, made: Made, rate: float) -> Row:
         from scale_surgery.comparing.training import watching_memory
 
         assert self.comparison.base is not None
@@ -300,7 +298,6 @@ class _Job:
         return Row(
             name,
             rate,
-            is_edge,
             method.rehearses,
             trained,
             statistics.median(seconds),

@@ -35,9 +35,17 @@ class Losses:
 
 @dataclass(frozen=True)
 class Try:
-    """A learning rate that was tried on a share of the tokens, with losses on text that is not measured at the end."""
+    """A learning rate that was tried on a share of the tokens.
+
+    Attributes:
+        method: The method.
+        factor: Multiple of the method's default rate.
+        rate: The rate.
+        losses: Losses on text that is not measured at the end.
+    """
 
     method: str
+    factor: float
     rate: float
     losses: Losses
 
@@ -49,7 +57,6 @@ class Row:
     Attributes:
         method: Its name.
         rate: Its peak learning rate, the best of those that were tried.
-        is_edge: True if the best rate is the lowest or the highest that was tried.
         rehearses: True if it stays close to the base on own samples.
         parameters: Trained parameters.
         step_seconds: Median of the seconds of a step.
@@ -63,7 +70,6 @@ class Row:
 
     method: str
     rate: float
-    is_edge: bool
     rehearses: bool
     parameters: int
     step_seconds: float

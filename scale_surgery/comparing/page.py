@@ -66,8 +66,8 @@ def _sections(comparison: Comparison) -> Iterator[Section]:
     )
     yield Section(
         "Learned and forgotten",
-        "In nats per token of held-out text, against the base. Of the rates that were tried, the one with the lowest "
-        "sum of both losses; (edge) if it was the lowest or the highest.",
+        "In nats per token of held-out text, against the base. The rate is the one of those tried with "
+        "the lowest sum of both losses. If it is the lowest or the highest of them, another may be better.",
         cells=Cells(("", *LOSSES), list(losses_of(comparison))),
     )
     yield Section(

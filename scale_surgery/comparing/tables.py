@@ -16,7 +16,7 @@ from scale_surgery.show.tables import format_bytes, format_count, format_nats, f
 if TYPE_CHECKING:
     from scale_surgery.comparing.comparison import Comparison, Forecast, Row
 
-LOSSES = ("learned", "forgot", "rate")
+LOSSES = ("learned", "forgot", "rate", "tried")
 COSTS = ("trained", "step", "memory", "served", "token")
 
 
@@ -31,14 +31,11 @@ def render_forecast(forecast: Forecast) -> RenderableType:
 
 
 def losses_of(comparison: Comparison) -> Iterator[tuple[str, ...]]:
-    """Yield the name of each method with what it learned and forgot, in nats per token, and its rate."""
+    """Yield the name of each method with what it learned and forgot, in nats per token, its rate, and those tried."""
     for row in comparison.rows:
-        yield (
-            row.method,
-            format_nats(row.learning),
-            format_nats(row.forgetting),
-            f"{row.rate:g}{' (edge)' * row.is_edge}",
-        )
+        tried = sorted(done.rate for done in comparison.tries if done.method == row.method)
+        rates = ", ".join(f"{rate:g}" for rate in tried)
+        yield row.method, format_nats(row.learning), format_nats(row.forgetting), f"{row.rate:g}", rates
 
 
 def costs_of(comparison: Comparison) -> Iterator[tuple[str, ...]]:

@@ -144,9 +144,13 @@ def test_all_methods_on_the_command_line(texts: dict[str, Path], tmp_path: Path)
     line = ("compare", SHIPPED_MODEL, "--data", texts["new"], "--old", texts["old"], "-o", tmp_path / "out", *options)
     result = run(*map(str, line))
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["rows"]
-    assert [row["method"] for row in rows] == list(METHODS)
-    assert all(row["is_edge"] for row in rows), "two rates: either is at an edge"
+    done = json.loads(result.stdout)
+    assert [row["method"] for row in done["rows"]] == list(METHODS)
+    for row in done["rows"]:
+        tried = [each for each in done["tries"] if each["method"] == row["method"]]
+        assert [each["factor"] for each in tried] == [1, 1 / 4]
+        best = min(tried, key=lambda each: sum(side["nats"] / side["scored"] for side in each["losses"].values()))
+        assert row["rate"] == best["rate"]
 
 
 @pytest.mark.slow
@@ -261,7 +265,7 @@ def compared(*rows: tuple[str, float, float]) -> Comparison:
     def losses(learned: float, forgot: float) -> Losses:
         return Losses(Measurement(100 * (3 + forgot), 100, 0, 0), Measurement(100 * (4 - learned), 100, 0, 0))
 
-    made = tuple(Row(name, 1e-3, False, True, 1, 1.0, 1, 1, 1.0, losses(*score), *score) for name, *score in rows)
+    made = tuple(Row(name, 1e-3, True, 1, 1.0, 1, 1, 1.0, losses(*score), *score) for name, *score in rows)
     return Comparison("base", SETTINGS, {}, Base(losses(0, 0), 1, 1, 1.0), rows=made)
 
 
