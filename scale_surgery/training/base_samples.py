@@ -144,7 +144,9 @@ class _Progress:
         """Count the newest token of each row that has not ended."""
         self.reached += int((~torch.isin(ids[:, -2], self.ends.to(ids.device))).sum())
         self.steps += 1
-        self._report(self.reached, is_timed=self.steps == TIMED)
+        # the last batch may hold more tokens than are needed, and goes on until its longest row ends
+        left, share = self.sampling.tokens - self.tokens, ids.shape[1] / self.sampling.length
+        self._report(min(self.reached, self.tokens + int(left * share)), is_timed=self.steps == TIMED)
 
     def end(self, parts: Sequence[Sequences]) -> None:
         """Count all samples at the end of a batch."""

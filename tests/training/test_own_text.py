@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,15 @@ def test_no_text_is_drawn_after_enough(place: Path) -> None:
     assert isinstance(first[1], Finding)
     assert first == (0, "the base writes about 100 tokens in at most 50 texts, 5 at once")
     assert len(told.events) > 10 and sum(amount for amount, _ in told.events) == told.total == 100
+
+
+def test_the_last_token_is_counted_when_the_last_batch_ends(place: Path) -> None:
+    """The second batch could fill what is missing many times over, long before its longest row ends."""
+    begins, told = begin_texts(AutoTokenizer.from_pretrained(SHIPPED_MODEL), "model"), Told()
+    some = sample_base(load(place / "wide"), begins, Sampling(50, 64, 1.0, 3, enough=400), told)
+    assert len(some) > 7, "the first batch ended early"
+    counted = list(accumulate(amount for amount, _ in told.events))
+    assert counted[-1] == 400 > counted[-2]
 
 
 def test_beginnings_take_turns_until_enough() -> None:
