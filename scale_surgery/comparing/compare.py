@@ -211,9 +211,10 @@ class _Job:
         seconds += self._seconds_of_methods(texts.seconds_of_batch(model))
         passes = texts.steps * texts.training.batch_size / len(texts.to_learn)
         self.start.forecast(Forecast(texts.steps, passes, sampling.tokens, seconds))
-        samples = sample_texts(model, begins, sampling, self.track)
-        samples = samples if begins.asked else as_documents(samples, tokenizer)
-        write_samples(self.place.folder / SAMPLES, samples, tokenizer)
+        # those of a run that was interrupted after it wrote them are the same
+        if not (file := self.place.folder / SAMPLES).is_file():
+            samples = sample_texts(model, begins, sampling, self.track)
+            write_samples(file, samples if begins.asked else as_documents(samples, tokenizer), tokenizer)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         costs = self.place.served_bytes(model), texts.seconds_of_token(model)
         self._keep(replace(self.comparison, base=Base(self._losses("base", model, MEASURE), parameters, *costs)))
