@@ -32,6 +32,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.training.chunked_loss import find_pieces
 from scale_surgery.training.rehearsal import BaseModel, divergence_from_base
 from tests.command import run
+from tests.conftest import Bars
 
 SETTINGS = CompareSettings(methods=("lora", "preserve"), tokens=512, rates=1, sequence_length=64, batch_size=4)
 
@@ -75,9 +76,13 @@ def test_an_interrupted_comparison_continues_to_the_same_numbers(
         raise KeyboardInterrupt
 
     arguments: Any = (SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", SETTINGS)
-    with pytest.raises(TrainingError) as stopped:
-        compare(*arguments, start=CompareStart(ends=stop))
-    assert stopped.value.problems[0].code == "comparison-interrupted"
+    # before the base is in the record, and after the first method
+    bars = Bars(stop="measure base"), Bars()
+    for track, start in zip(bars, (CompareStart(), CompareStart(ends=stop)), strict=True):
+        with pytest.raises(TrainingError) as stopped:
+            compare(*arguments, start=start, track=track)
+        assert stopped.value.problems[0].code == "comparison-interrupted"
+    assert ["samples" in track for track in bars] == [True, False], "samples are drawn once"
     kept = read_record(json.loads((tmp_path / "out" / RECORD).read_text()), Comparison)
     assert [row.method for row in kept.rows] == ["lora"]
     ended: list[str] = []
