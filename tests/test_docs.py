@@ -279,11 +279,11 @@ def test_commands_for_instruct_models(tmp_path, monkeypatch):
     page = ROOT / "docs" / "instruct.md"
     make_instruct(tmp_path / "INSTRUCT")
     (tmp_path / "asked.jsonl").write_text(blocks(page, "json")[0])
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "Where can I park?"}\n')
     (tmp_path / "domain.txt").write_text(" ".join(f"A new text, number {number}." for number in range(40)))
     monkeypatch.chdir(tmp_path)
     for line in "".join(blocks(page, "sh")).splitlines():
-        # three instructions in place of two hundred
-        assert invoke(line.replace("shipped", "asked.jsonl")).exit_code == 0, line
+        assert invoke(line).exit_code == 0, line
     scores = json.loads((tmp_path / "answers.json").read_text())["scores"]
     assert [score["answers"] and score["answers"]["asked"] for score in scores] == [3, 3, None]
     samples = (tmp_path / "wide-asked" / "training" / "rehearsal.jsonl").read_text()
