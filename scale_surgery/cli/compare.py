@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +57,6 @@ def compare_command(
     from scale_surgery.running.options import RunOptions
     from scale_surgery.show.layout import sentence
 
-    # SIGTERM from a scheduler is handled like Ctrl-C
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = take_fields(CompareSettings, options)
     if no_full:
         settings = CompareSettings(**{**vars(settings), "methods": tuple(m for m in settings.methods if m != "full")})

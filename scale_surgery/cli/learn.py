@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from pathlib import Path
@@ -137,8 +136,6 @@ def learn_command(
         render_stage,
     )
 
-    # SIGTERM from a scheduler is handled like Ctrl-C
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     recipe_file = options["recipe"]
     resolved = resolve_recipe(settings_from(options))
     if write_recipe is not None:

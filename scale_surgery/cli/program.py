@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -98,7 +99,8 @@ class Program(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="scale-surgery", prog_name="scale-surgery")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Widen a language model, so that it learns new text and keeps its knowledge.
 
     \b
@@ -128,6 +130,17 @@ def main() -> None:
     check did not pass, 2 wrong usage.
     """
     open_closed_streams()
+    ctx.with_resource(terminated_as_interrupted())
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Handle SIGTERM, which a scheduler sends, like Ctrl-C: work is kept, and children are ended."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def open_closed_streams() -> None:

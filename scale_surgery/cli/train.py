@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +93,6 @@ def train_command(
     from scale_surgery.show.tables import render_schedule, render_training
     from scale_surgery.training.train import train
 
-    # SIGTERM from a scheduler is handled like Ctrl-C
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = take_fields(TrainingSettings, options)
     done = train(
         expanded,

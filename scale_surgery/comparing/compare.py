@@ -16,6 +16,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ from scale_surgery.comparing.settings import FOLDERS, CompareSettings
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError, TrainingError, problems_of
 from scale_surgery.fields import choice_problems
 from scale_surgery.fields import problems_of as range_problems
+from scale_surgery.folder.record import tool_versions
 from scale_surgery.learning.hold_out import (
     CALIBRATE,
     LARGEST_SHARE,
@@ -42,10 +45,13 @@ from scale_surgery.learning.job_record import check_job_folder, clear_folder
 from scale_surgery.progress import Steps, Track, no_track
 from scale_surgery.running.device import is_out_of_memory
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.text.sources import paths_of
 
 if TYPE_CHECKING:
     from scale_surgery.comparing.methods import Made, Method, Place
+    from scale_surgery.comparing.training import Lesson
+    from scale_surgery.text.sequences import Sequences
 
 RECORD, PAGE, SAMPLES, LOCK = "compare.json", "compare.html", "samples.jsonl", "compare"
 # files before compare.json: the lock, and compare.json half written
@@ -55,9 +61,11 @@ SHARES = {"new": HoldOutSettings.share, "old": LARGEST_SHARE}
 # characters of a held-out part. All methods are measured on the same text, so differences between them need less text
 # than a loss alone
 MEASURED = 30_000
+# why a method will not be done later either
+LASTING = {"method-refused", "method-diverged"}
 # between the rates that are tried
 FACTORS = (1.0, 1 / 4, 4.0)
-# forward passes that take as long as a step: a backward pass takes as long as one, two if the base's weights learn
+# forward passes that take as long as learning: a backward pass takes as long as one, two if the base's weights learn
 PASSES_OF_STEP = {False: 2, True: 3}
 
 
@@ -123,7 +131,7 @@ def compare(
     every = [name for side in files.values() for name in side]
     check_job_folder(folder, RECORD, BEFORE, {str(path): path for path in (Path(model), *paths_of(every))})
     place = Place.open(find_source(model, start.revision), folder, settings, run)
-    new = Comparison(str(model), settings, _stamps(text_files(every), place.checkpoint.stamps))
+    new = Comparison(str(model), settings, _machine(place), _stamps(text_files(every), place.checkpoint.stamps))
     begun = new if start.overwrite else _begun(folder, new)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -135,6 +143,12 @@ def compare(
             return _Job(place, begun, start, track).run_all()
     except KeyboardInterrupt as error:
         raise TrainingError(Problem("comparison-interrupted", folder)) from error
+
+
+def _machine(place: Place) -> dict[str, str]:
+    """Return the device and the versions of libraries, with which rows can be compared."""
+    peft = {"peft": version("peft")} if find_spec("peft") else {}
+    return {"device": str(place.run.device)} | tool_versions() | peft
 
 
 def _stamps(texts: Iterable[Path], base: Stamps) -> dict[str, Any]:
@@ -152,9 +166,9 @@ def _begun(folder: Path, new: Comparison) -> Comparison:
         before = read_record(read_json(folder / RECORD), Comparison)
     except ValueError as error:
         raise CheckpointError(Problem("comparison-unfit", folder / RECORD, *problems_of(error))) from error
-    if (before.model, before.settings, before.read) != (new.model, new.settings, new.read):
+    if not new.continues(before):
         raise CheckpointError(Problem("comparison-of-other-settings", folder))
-    return before
+    return replace(before, settings=new.settings, refused=tuple(one for one in before.refused if one.is_lasting))
 
 
 def _hold_out(files: Mapping[str, list[str]], folder: Path, track: Track) -> None:
@@ -206,6 +220,8 @@ class _Job:
         length = texts.to_learn.longest
         sampling = sampling_of(texts.training, texts.steps, length, length)
         begins = find_beginnings(tokenizer, self.place.name, length)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        check_token_ids(self.place.name, max(texts.highest, begins.highest), vocabulary)
         written = tokens_per_second(model, begins, sampling)
         seconds = 0.0 if written is None else sampling.tokens / written
         seconds += self._seconds_of_methods(texts.seconds_of_batch(model))
@@ -224,14 +240,16 @@ class _Job:
         from scale_surgery.comparing.methods import METHODS
 
         texts, settings = self.texts, self.comparison.settings
-        measured = (settings.rates * texts.measured(CALIBRATE) + texts.measured(MEASURE)) / texts.batch_tokens
-        steps, passes = texts.steps + settings.rates * texts.steps_of_try, 0.0
+        lessons = [(texts.lesson(None), 1), (texts.trial(None), settings.rates)]
+        learned = sum(times * lesson.steps * lesson.settings.batch_size for lesson, times in lessons)
+        rehearsed = sum(times * lesson.steps * lesson.settings.rehearsed_rows for lesson, times in lessons)
+        measured = (settings.rates * texts.measured(CALIBRATE) + texts.measured(MEASURE)) / texts.to_learn.longest
+        rows = 0.0
         for method in map(METHODS.__getitem__, settings.methods):
-            of_step = PASSES_OF_STEP[method.overwrites]
+            of_row = PASSES_OF_STEP[method.overwrites]
             # the base reads own samples too
-            rehearsed = (of_step + 1) * texts.training.rehearsed_rows / texts.training.batch_size
-            passes += measured + steps * (of_step + (rehearsed if method.rehearses else 0.0))
-        return forward * passes
+            rows += measured + of_row * learned + (of_row + 1) * rehearsed * method.rehearses
+        return forward * rows / texts.training.batch_size
 
     def _row(self, name: str, method: Method) -> Row | Refused:
         """Try the rates of a method, then train it with the best."""
@@ -239,23 +257,25 @@ class _Job:
 
         try:
             check_memory(name, method, self.place)
-            tried = self._tries(name, method)
-            best = min(tried, key=lambda done: done.losses.total)
+            best = min(self._tries(name, method), key=lambda done: done.total)
+            if best.losses is None:
+                raise TrainingError(Problem("method-diverged", name, rate=best.rate))
             with method.make(self.place) as made:
                 return self._train(name, method, made, best.rate)
         except SurgeryError as error:
-            return Refused(name, f"{error}")
+            codes = {problem.code for problem in error.problems}
+            return Refused(name, f"{error}", is_lasting=isinstance(error, PlanError) or bool(codes & LASTING))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             problem = Problem("out-of-memory", name, kind=type(error).__name__, error=error)
-            return Refused(name, f"{CheckpointError(problem)}")
+            return Refused(name, f"{CheckpointError(problem)}", is_lasting=False)
 
     def _tries(self, name: str, method: Method) -> list[Try]:
         """Try rates; not a higher one if a lower one is better than the middle."""
         tried: list[Try] = []
         for factor in FACTORS[: self.place.settings.rates]:
-            if factor > 1 and tried[1].losses.total < tried[0].losses.total:
+            if factor > 1 and tried[1].total < tried[0].total:
                 break
             tried.append(self._try(name, method, factor))
         return tried
@@ -267,17 +287,20 @@ class _Job:
                 return before
         with method.make(self.place) as made:
             rate = float(f"{made.rate * factor:.2g}")
-            self._learn(name, method, made, rate, self.texts.steps_of_try)
+            self._learn(name, made, rate, self.texts.trial(self._own(method)))
             with made.measuring():
-                done = Try(name, factor, rate, self._losses(name, made.model, CALIBRATE))
+                losses = self._losses(name, made.model, CALIBRATE)
+        done = Try(name, factor, rate, losses if losses.is_finite else None)
         self._keep(self.comparison.adding(done))
         return done
 
-    def _learn(self, name: str, method: Method, made: Made, rate: float, steps: int) -> list[float]:
+    def _own(self, method: Method) -> Sequences | None:
+        return self.own if method.rehearses else None
+
+    def _learn(self, name: str, made: Made, rate: float, lesson: Lesson) -> list[float]:
         from scale_surgery.comparing.training import learn
 
-        lesson = self.texts.lesson(steps, self.own if method.rehearses else None)
-        with self.track(f"{name} at {rate:g}", Steps(steps, steps * self.texts.batch_tokens)) as advance:
+        with self.track(f"{name} at {rate:g}", Steps(lesson.steps, lesson.tokens)) as advance:
             return learn(made, lesson, rate, advance)
 
     def _losses(self, name: str, model: Any, part: str) -> Losses:
@@ -291,9 +314,11 @@ class _Job:
         base = self.comparison.base.losses
         trained = sum(parameter.numel() for parameter in made.model.parameters() if parameter.requires_grad)
         with watching_memory(next(made.model.parameters()).device) as peak:
-            seconds = self._learn(name, method, made, rate, self.texts.steps)
+            seconds = self._learn(name, made, rate, self.texts.lesson(self._own(method)))
         with made.measuring():
             losses = self._losses(name, made.model, MEASURE)
+            if not losses.is_finite:
+                raise TrainingError(Problem("method-diverged", name, rate=rate))
             served = made.model if made.served is None else made.served()
             speed = self.texts.seconds_of_token(served)
         return Row(

@@ -27,11 +27,6 @@ class Losses:
         """True if both losses are numbers."""
         return math.isfinite(self.old.nats + self.new.nats)
 
-    @property
-    def total(self) -> float:
-        """Nats per token of old text plus those of new text; infinity if training diverged."""
-        return self.old.nats_per_token + self.new.nats_per_token if self.is_finite else math.inf
-
 
 @dataclass(frozen=True)
 class Try:
@@ -41,13 +36,20 @@ class Try:
         method: The method.
         factor: Multiple of the method's default rate.
         rate: The rate.
-        losses: Losses on text that is not measured at the end.
+        losses: Losses on text that is not measured at the end; None if training diverged.
     """
 
     method: str
     factor: float
     rate: float
-    losses: Losses
+    losses: Losses | None
+
+    @property
+    def total(self) -> float:
+        """Nats per token of old text plus those of new text; infinity if training diverged."""
+        if self.losses is None:
+            return math.inf
+        return self.losses.old.nats_per_token + self.losses.new.nats_per_token
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Refused:
-    """A method that cannot be used with this model, and why."""
+    """A method that is not done.
+
+    Attributes:
+        method: The method.
+        reason: What was in the way.
+        is_lasting: True if it would be in the way again, as layers that PEFT does not know, and not as memory that was
+            short.
+    """
 
     method: str
     reason: str
+    is_lasting: bool
 
 
 @dataclass(frozen=True)
@@ -123,16 +133,18 @@ class Comparison:
     Attributes:
         model: The base.
         settings: Settings that all methods share.
+        machine: Device and versions of libraries.
         read: Sizes and times of the texts and of the base's files.
         base: The base; None until it is measured.
         tries: Learning rates that were tried.
         rows: Methods that are done.
-        refused: Methods that this model cannot be trained with.
+        refused: Methods that are not done, and why.
         seconds: Seconds of all runs of the command.
     """
 
     model: str
     settings: CompareSettings
+    machine: Mapping[str, str]
     read: Mapping[str, Any]
     base: Base | None = None
     tries: tuple[Try, ...] = ()
@@ -140,6 +152,12 @@ class Comparison:
     refused: tuple[Refused, ...] = ()
     seconds: float = 0.0
     format: Literal[1] = 1
+
+    def continues(self, before: Comparison) -> bool:
+        """Return True if an earlier comparison differs at most in its methods, and in what is done."""
+        settings = replace(before.settings, methods=self.settings.methods)
+        mine = (self.model, self.settings, self.machine, self.read)
+        return mine == (before.model, settings, before.machine, before.read)
 
     @property
     def left(self) -> Iterator[str]:
@@ -158,7 +176,7 @@ class Comparison:
     @property
     def best(self) -> Row | None:
         """Return the row that learned most; None if none learned anything."""
-        learned = [row for row in self.rows if row.losses.is_finite and row.learning > 0]
+        learned = [row for row in self.rows if row.learning > 0]
         return max(learned, key=lambda row: row.learning, default=None)
 
     @property
@@ -166,7 +184,7 @@ class Comparison:
         """Return the row that forgot least of those that learned nearly as much as the best; None if none learned."""
         if (best := self.best) is None:
             return None
-        enough = [row for row in self.rows if row.losses.is_finite and row.learning >= ENOUGH * best.learning]
+        enough = [row for row in self.rows if row.learning >= ENOUGH * best.learning]
         return min(enough, key=lambda row: row.forgetting)
 
     @property
@@ -178,7 +196,9 @@ class Comparison:
         """Return the comparison as plain JSON values, with derived values."""
         content = asdict(self) | {"chosen": self.chosen}
         holders: list[tuple[Any, Any]] = [(entry, self.base)] if (entry := content["base"]) is not None else []
-        holders += [*zip(content["tries"], self.tries, strict=True), *zip(content["rows"], self.rows, strict=True)]
+        tried = zip(content["tries"], self.tries, strict=True)
+        holders += [(entry, done) for entry, done in tried if done.losses is not None]
+        holders += zip(content["rows"], self.rows, strict=True)
         for entry, holder in holders:
             for side in ("old", "new"):
                 measured: Measurement = getattr(holder.losses, side)

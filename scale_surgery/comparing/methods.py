@@ -34,8 +34,8 @@ from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
 from scale_surgery.training.rates import OF_WHOLE_MATRICES, RATE_TIMES_WIDTH, default_rate
 
-# of a number in float32; and the gradient and two moments of AdamW beside it
-BYTES, TRAINED_COPIES = 4, 3
+# of a number in float32
+BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ class Method:
         kind: "whole", trained as it is; "adapter", by PEFT; or "expansion".
         rehearses: True if it is kept close to the base on own samples.
         overwrites: True if the base's own weights learn. Then that needs a second copy of the base in memory.
+        copies: Copies of the base's weights that training takes at least. `full` takes five: the model, its gradient,
+            two moments of AdamW, and the base. `osf` takes six or seven of each matrix, and two of an embedding.
     """
 
     make: Callable[[Place], AbstractContextManager[Made]]
@@ -113,15 +115,11 @@ class Method:
     kind: Literal["whole", "adapter", "expansion"] = "expansion"
     rehearses: bool = True
     overwrites: bool = False
+    copies: int = 1
 
     def least_bytes(self, place: Place) -> int:
-        """Return bytes that training takes at least: models in float32; of full fine-tuning, gradients and AdamW too.
-
-        Activations, and what a method adds, come on top.
-        """
-        copies = 2 if self.overwrites else 1
-        of_training = TRAINED_COPIES if self.kind == "whole" else 0
-        return (copies + of_training) * BYTES * place.numbers
+        """Return bytes that training takes at least, in float32. Activations, and what a method adds, come on top."""
+        return self.copies * BYTES * place.numbers
 
 
 def _width(model: Any) -> int:
@@ -137,9 +135,11 @@ def _whole(place: Place) -> Iterator[Made]:
 
 
 def _on_mlps(place: Place) -> list[str]:
-    """Return the names of the linear layers of MLPs: those that grow copies."""
+    """Return the linear layers of MLPs, those that grow copies, as modules of the model."""
+    # whole names: in GPT-2, attention has a `c_proj` too
     plan = make_plan(place.checkpoint, Request("all", method="grow"), name=place.name, run=place.run)
-    return sorted({tensor.source.split(".")[-2] for tensor in plan.tensors if tensor.source.endswith(".weight")})
+    layers = plan.architecture.layers_path
+    return [f"{layers}.{layer}.{name}" for layer in plan.layers for name in plan.expanded_linears(layer)]
 
 
 @contextmanager
@@ -189,13 +189,14 @@ def _expansion(layers: str = "", **options: Any) -> Callable[[Place], AbstractCo
 
 ADAPT: dict[str, Any] = {"variant": "adapt", "collaborate": "both"}
 METHODS: Mapping[str, Method] = {
-    "full": Method(_whole, "all parameters of the base are trained", "whole", overwrites=True),
+    "full": Method(_whole, "all parameters of the base are trained", "whole", overwrites=True, copies=5),
     "lora": Method(_adapted, "adapters of PEFT on the linear layers of MLPs", "adapter"),
     "osf": Method(
         partial(_adapted, has_subspaces=True),
         "orthogonal subspace fine-tuning of PEFT, on linear layers",
         "adapter",
         overwrites=True,
+        copies=3,
     ),
     "preserve": Method(_expansion(), "new blocks in the last quarter of the layers, without W12"),
     "adapt": Method(_expansion(**ADAPT), "new blocks in the last quarter of the layers, with W12"),

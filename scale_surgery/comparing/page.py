@@ -83,7 +83,7 @@ def _terms(comparison: Comparison) -> Iterator[str]:
         method = METHODS[row.method]
         yield f"{row.method}: {method.about}{'' if method.rehearses else ', without own samples'}."
     yield "Own samples: text that the base sampled, on which a method is kept close to the base."
-    yield "Models compute in float32 on the CPU, and in bfloat16 on a GPU. Adapters are merged before they are served."
+    yield "Models compute in float32; on a GPU, they train in bfloat16. Adapters are merged before they are served."
 
 
 def as_evaluation(comparison: Comparison) -> Evaluation:

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,14 +22,14 @@ from scale_surgery.running.own_generation import generate_with
 from scale_surgery.running.tokenizer import need_tokenizer
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.sequences import Sequences
-from scale_surgery.text.tokenizing import pack, start_tokens, stride, tokenize
+from scale_surgery.text.tokenizing import pack, start_tokens, stride, tokenize, without_unscored
 from scale_surgery.training.rehearsal import make_rehearsal
 from scale_surgery.training.settings import TrainingSettings
 
 # longest sequences, unless the settings say more
 LONGEST = 512
-# share of the steps on which a rate is tried, and the fewest: the first steps of AdamW are large for any gradient, so
-# fewer would find every rate too high
+# share of the tokens on which a rate is tried, and the fewest steps: the first steps of AdamW are large for any
+# gradient, so fewer would find every rate too high
 TRIED, FEWEST = 1 / 12, 8
 # share of a window that is only context, which the window before has scored
 OVERLAP = 1 / 8
@@ -46,6 +46,7 @@ class Texts:
     Attributes:
         tokenizer: Tokenizer of the base.
         training: Settings of training that all methods share.
+        trying: The same for a try of a rate; its batches are smaller if few steps would not be enough.
         to_learn: Sequences to learn.
         held_out: Windows of the held-out texts, by side and part.
         steps: Optimizer steps with all tokens.
@@ -54,19 +55,24 @@ class Texts:
 
     tokenizer: Any
     training: TrainingSettings
+    trying: TrainingSettings
     to_learn: Sequences
     held_out: Mapping[tuple[str, str], Sequences]
     steps: int
     steps_of_try: int
 
     @property
-    def batch_tokens(self) -> int:
-        """Tokens of a batch."""
-        return self.training.batch_size * self.to_learn.longest
+    def highest(self) -> int:
+        """Highest token id of all texts."""
+        return max(texts.highest for texts in (self.to_learn, *self.held_out.values()))
 
-    def lesson(self, steps: int, own: Sequences | None) -> Lesson:
-        """Return what a method learns in some steps, with own samples or without."""
-        return Lesson(self.to_learn, make_rehearsal(own, self.training), self.training, steps)
+    def lesson(self, own: Sequences | None) -> Lesson:
+        """Return what a method learns, with own samples or without."""
+        return Lesson(self.to_learn, make_rehearsal(own, self.training), self.training, self.steps)
+
+    def trial(self, own: Sequences | None) -> Lesson:
+        """Return what it learns with a rate that is tried."""
+        return Lesson(self.to_learn, make_rehearsal(own, self.trying), self.trying, self.steps_of_try)
 
     def measured(self, part: str) -> int:
         """Return the tokens of both texts on which a model is measured."""
@@ -110,11 +116,13 @@ def read_texts(place: Place) -> Texts:
     training, step = settings.training(length), length - math.floor(length * OVERLAP)
     steps = math.ceil(settings.tokens / (length * training.batch_size))
     steps_of_try = min(steps, max(FEWEST, round(steps * TRIED)))
-    few = max(FEWEST_MEASURED, math.ceil(steps_of_try * training.batch_size * length * TRY_MEASURED))
+    rows = min(training.batch_size, max(1, round(steps * TRIED * training.batch_size / steps_of_try)))
+    trying = replace(training, batch_size=rows)
+    few = max(FEWEST_MEASURED, math.ceil(steps_of_try * rows * length * TRY_MEASURED))
     held_out = dict[tuple[str, str], Sequences]()
     for side in FOLDERS:
         every = stride(read(side, CALIBRATE), length, step, start)
         held_out[side, CALIBRATE] = every.some(math.ceil(len(every) * few / every.tokens))
         held_out[side, MEASURE] = stride(read(side, MEASURE), length, step, start)
-    to_learn = pack(read("new", LEARN), length, start)
-    return Texts(tokenizer, training, to_learn, held_out, steps, steps_of_try)
+    to_learn = without_unscored(pack(read("new", LEARN), length, start))
+    return Texts(tokenizer, training, trying, to_learn, held_out, steps, steps_of_try)

@@ -43,6 +43,11 @@ class Lesson:
     steps: int
 
     @property
+    def tokens(self) -> int:
+        """Tokens that are learned."""
+        return self.steps * self.settings.batch_size * self.texts.longest
+
+    @property
     def warm_up(self) -> int:
         """Steps in which the learning rate rises: those of `train`, or half of a try of a rate, which has few."""
         return max(1, min(warmup_steps(self.settings, self.steps), math.ceil(self.steps / 2)))
@@ -106,7 +111,9 @@ def learn(made: Made, lesson: Lesson, rate: float, advance: Progress) -> list[fl
     schedule = LambdaLR(optimizer, lambda step: share_of_rate(step + 1, lesson.steps, lesson.warm_up))
     step_of, seconds = _Step(made, lesson), list[float]()
     made.model.train()
-    with keeping_scores(made.inside):
+    devices = [parameter.device for parameter in trained[:1] if parameter.device.type == "cuda"]
+    with torch.random.fork_rng(devices), keeping_scores(made.inside):
+        torch.manual_seed(lesson.settings.seed)  # for randomness inside models, such as dropout
         for step in range(lesson.steps):
             started = time.perf_counter()
             loss = step_of(step)

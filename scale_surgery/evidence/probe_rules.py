@@ -1,6 +1,7 @@
 """Rules that judge the answer to a probe.
 
-exact   the answer, without blanks around it, begins with the right one, which does not end inside a word or number
+exact   the answer, without blanks around it, begins with the right one, which does not end inside a word or number: "4"
+        does not begin "4.5", "4/5" or "4th"
 number  the first number in the answer equals the right one: "1,024" equals 1024.0
 python  prompt, answer and test run without an error in a process of its own
 """
@@ -15,21 +16,28 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 SIGN, WHOLE = r"(?:(?<![\w.])[-+−])?", r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-NUMBER = re.compile(rf"{SIGN}{WHOLE}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+NUMBER = re.compile(rf"{SIGN}(?:{WHOLE}(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+# what goes on with a word, and with a number
+REST_OF_WORD, REST_OF_NUMBER = re.compile(r"\w|[-'’]\w"), re.compile(r"\w|[.,:/]\d")
 # bytes of the address space, and of a written file
 LIMITS = {"RLIMIT_AS": 4 * 1024**3, "RLIMIT_FSIZE": 64 * 1024**2}
 # limits for the code and its children, on systems that have them; prompts may begin with `from __future__`, so the code
 # is a file of its own
 RUNNER = """
 try:
-    import resource
+    import resource, signal
+    # whatever happens to the process that waits for this one
+    signal.alarm({seconds})
     for name, most in {limits}.items():
-        resource.setrlimit(getattr(resource, name), (most, most))
-except (ImportError, OSError, ValueError):
+        try:
+            resource.setrlimit(getattr(resource, name), (most, most))
+        except (OSError, ValueError):
+            pass
+except ImportError:
     pass
 with open("probe.py", encoding="utf-8") as file:
     code = compile(file.read(), "probe.py", "exec")
@@ -41,8 +49,10 @@ open("{passed}", "x").close()
 def is_exact(answer: str, right: str) -> bool:
     """Return True if an answer begins with the right one."""
     answer, right = answer.strip(), right.strip()
-    following = answer[len(right) : len(right) + 1]
-    return answer.startswith(right) and not (right[-1:].isalnum() and following.isalnum())
+    if not right[-1:].isalnum():
+        return answer.startswith(right)
+    rest = REST_OF_NUMBER if right[-1].isdigit() else REST_OF_WORD
+    return answer.startswith(right) and not rest.match(answer, len(right))
 
 
 def is_number(answer: str, right: str) -> bool:
@@ -52,9 +62,13 @@ def is_number(answer: str, right: str) -> bool:
 
 
 def first_number(text: str) -> Decimal | None:
-    """Return the first number in a text, or None."""
-    found = NUMBER.search(text)
-    return None if found is None else Decimal(found[0].replace(",", "").replace("−", "-"))
+    """Return the first number in a text; None if there is none, or its exponent is too long."""
+    if (found := NUMBER.search(text)) is None:
+        return None
+    try:
+        return Decimal(found[0].replace(",", "").replace("−", "-"))
+    except InvalidOperation:
+        return None
 
 
 def passes(prompt: str, answer: str, test: str, seconds: float) -> bool:
@@ -64,7 +78,8 @@ def passes(prompt: str, answer: str, test: str, seconds: float) -> bool:
     keeps accidents away. It is no sandbox: the code can read files, and use the network.
     """
     passed = secrets.token_hex(16)
-    runner = RUNNER.format(limits=LIMITS | {"RLIMIT_CPU": int(seconds) + 1}, passed=passed)
+    most = int(seconds) + 1
+    runner = RUNNER.format(limits=LIMITS | {"RLIMIT_CPU": most}, seconds=most, passed=passed)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         Path(folder, "probe.py").write_text(f"{prompt}{first_block(answer)}\n{test}\n", encoding="utf-8")
         _run([sys.executable, "-I", "-c", runner], folder, seconds)

@@ -56,4 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error means that the machine or a device ran out of memory."""
     # if torch is not imported, the error is not from torch
     torch: Any = sys.modules.get("torch")
-    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    # torch's allocator on the CPU raises no class of its own
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in f"{error}"

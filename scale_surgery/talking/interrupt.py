@@ -58,8 +58,11 @@ class Interrupt:
 def interruptible() -> Iterator[Interrupt]:
     """Handle each Ctrl-C inside a `with` block, even if the program was started to ignore it; main thread only."""
     interrupt = Interrupt()
-    before = signal.signal(signal.SIGINT, interrupt.press)
+    # SIGTERM, which other commands handle like Ctrl-C, ends a conversation
+    handlers: dict[int, Any] = {signal.SIGINT: interrupt.press, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from scale_surgery.cli.options import output_options, parse_size
-from scale_surgery.cli.program import main
+from scale_surgery.cli.program import main, terminated_as_interrupted
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.show.console import Output
@@ -45,6 +46,13 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_sigterm_is_an_interrupt_while_a_command_runs() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), terminated_as_interrupted():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_module_and_command_are_the_same() -> None:

@@ -26,13 +26,14 @@ from scale_surgery.comparing.methods import METHODS, Place
 from scale_surgery.comparing.settings import FOLDERS
 from scale_surgery.comparing.tables import advice
 from scale_surgery.comparing.texts import read_texts
-from scale_surgery.errors import CheckpointError, PlanError, TrainingError
+from scale_surgery.errors import CheckpointError, DataError, PlanError, TrainingError
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import RunOptions
 from scale_surgery.training.chunked_loss import find_pieces
 from scale_surgery.training.rehearsal import BaseModel, divergence_from_base
 from tests.command import run
 from tests.conftest import Bars
+from tests.tiny import save_tiny
 
 SETTINGS = CompareSettings(methods=("lora", "preserve"), tokens=512, rates=1, sequence_length=64, batch_size=4)
 
@@ -92,6 +93,22 @@ def test_an_interrupted_comparison_continues_to_the_same_numbers(
     with pytest.raises(CheckpointError) as other:
         compare(*arguments[:-1], replace(SETTINGS, seed=1))
     assert other.value.problems[0].code == "comparison-of-other-settings"
+    # rows of two machines or of two releases cannot be compared
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    for name in ("device", "torch"):
+        machine = record["machine"] | {name: "another"}
+        (tmp_path / "out" / RECORD).write_text(json.dumps(record | {"machine": machine}))
+        with pytest.raises(CheckpointError) as moved:
+            compare(*arguments)
+        assert moved.value.problems[0].code == "comparison-of-other-settings"
+
+
+def test_methods_are_added_and_left_out(done: tuple[Comparison, Path], texts: dict[str, Path], tmp_path: Path) -> None:
+    arguments: Any = (SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out")
+    first = compare(*arguments, replace(SETTINGS, methods=("preserve",)))
+    both = compare(*arguments, replace(SETTINGS, methods=("lora",)))
+    assert both.rows[:1] == first.rows and [row.method for row in both.rows] == ["preserve", "lora"]
+    assert sorted(losses_of(both), key=str) == sorted(losses_of(done[0]), key=str), "in any order"
 
 
 def test_of_a_long_text_a_bounded_part_is_measured(texts: dict[str, Path], tmp_path: Path) -> None:
@@ -115,7 +132,7 @@ def test_a_try_is_measured_on_half_as_much_text_as_it_learns(
     monkeypatch.setattr("scale_surgery.comparing.texts.FEWEST_MEASURED", 1)
     settings = CompareSettings(tokens=12_000, sequence_length=16)
     texts = read_texts(Place.open(find_source(SHIPPED_MODEL), done[1], settings, RunOptions()))
-    learned = texts.steps_of_try * texts.batch_tokens
+    learned = texts.trial(None).tokens
     assert 0.4 * learned < texts.measured("calibrate") < 0.6 * learned < texts.measured("measure")
 
 
@@ -129,9 +146,14 @@ def test_a_try_is_long_enough_to_warm_up(done: tuple[Comparison, Path]) -> None:
     settings = CompareSettings(tokens=12_000, sequence_length=16)
     texts = read_texts(Place.open(find_source(SHIPPED_MODEL), done[1], settings, RunOptions()))
     steps = {1: 1, 2: 1, 8: 4, 9: 5, 20: 10, 49: 10, 1000: 60}
-    assert {count: texts.lesson(count, None).warm_up for count in steps} == steps
-    shorter = CompareSettings(tokens=16 * 10, sequence_length=16)
-    assert read_texts(Place.open(find_source(SHIPPED_MODEL), done[1], shorter, RunOptions())).steps_of_try == 8
+    assert {count: replace(texts.lesson(None), steps=count).warm_up for count in steps} == steps
+    # eight steps of smaller batches, and a twelfth of the tokens all the same
+    for tokens, rows, share in ((16 * 4 * 48, 2, 1 / 12), (16 * 8 * 120, 8, 1 / 12), (16 * 10, 1, 8 / 10)):
+        shorter = CompareSettings(tokens=tokens, sequence_length=16)
+        texts = read_texts(Place.open(find_source(SHIPPED_MODEL), done[1], shorter, RunOptions()))
+        trial = texts.trial(None)
+        assert trial.steps >= 8 and trial.settings.batch_size == rows
+        assert trial.tokens == pytest.approx(share * texts.lesson(None).tokens)
 
 
 @pytest.mark.slow
@@ -184,6 +206,21 @@ def test_a_method_that_memory_cannot_hold_is_left_out(
     comparison = compare(SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", settings)
     assert [(one.method, "bytes of memory" in one.reason) for one in comparison.refused] == [("full", True)]
     assert [row.method for row in comparison.rows] == ["preserve"]
+    monkeypatch.undo()
+    again = compare(SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", settings)
+    assert [row.method for row in again.rows] == ["preserve", "full"] and not again.refused, "memory is free again"
+
+
+def test_a_method_that_diverges_is_left_out_for_good(
+    texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scale_surgery.comparing.methods.RATE_TIMES_WIDTH", 1e30)
+    arguments: Any = (SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", replace(SETTINGS, rates=2))
+    comparison = compare(*arguments)
+    assert [tried.losses for tried in comparison.tries if tried.method == "lora"] == [None, None]
+    assert [(one.method, "not finite" in one.reason) for one in comparison.refused] == [("lora", True)]
+    assert [row.method for row in comparison.rows] == ["preserve"]
+    assert compare(*arguments) == comparison, "nothing is trained again"
 
 
 def test_the_highest_rate_is_tried_only_if_the_lowest_is_not_better(texts: dict[str, Path], tmp_path: Path) -> None:
@@ -206,6 +243,61 @@ def test_a_base_that_changed_is_not_compared_further(
     with pytest.raises(CheckpointError) as changed:
         compare(*arguments)
     assert changed.value.problems[0].code == "comparison-of-other-settings"
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    """A base with dropout, whose attention has a linear layer of the name of one of the MLP."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    path = save_tiny(tmp_path / "gpt2", "gpt2", vocab_size=len(tokenizer), resid_pdrop=0.3)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_adapters_are_on_mlps_alone(gpt2: Path, tmp_path: Path) -> None:
+    place = Place.open(find_source(str(gpt2), None), tmp_path, SETTINGS, RunOptions())
+    with METHODS["lora"].make(place) as made:
+        trained = {name.split(".lora_")[0] for name, one in made.model.named_parameters() if one.requires_grad}
+    layers = {int(name.split(".h.")[1].split(".")[0]) for name in trained}
+    assert {name.split(".h.")[1].split(".", 1)[1] for name in trained} == {"mlp.c_fc", "mlp.c_proj"}
+    assert len(trained) == 2 * len(layers) > 2
+
+
+def test_dropout_does_not_depend_on_what_ran_before(gpt2: Path, texts: dict[str, Path], tmp_path: Path) -> None:
+    settings = replace(SETTINGS, methods=("preserve",), tokens=64, sequence_length=32)
+    for methods, name in ((("preserve",), "alone"), (("lora", "preserve"), "after")):
+        compare(gpt2, texts["new"], texts["old"], tmp_path / name, replace(settings, methods=methods))
+    alone, after = (
+        read_record(json.loads((tmp_path / name / RECORD).read_text()), Comparison) for name in ("alone", "after")
+    )
+    assert losses_of(alone) == losses_of(after)[1:]
+
+
+def test_windows_without_anything_to_learn_are_not_learned(
+    done: tuple[Comparison, Path], texts: dict[str, Path], tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked.jsonl"
+    rows = [{"prompt": "Who is it? " * 40, "completion": f"Number {number}."} for number in range(40)]
+    asked.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    settings = CompareSettings(tokens=64, sequence_length=16)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(TrainingError):
+        compare(SHIPPED_MODEL, asked, texts["old"], tmp_path / "out", settings, start=CompareStart(forecast=stop))
+    texts_read = read_texts(Place.open(find_source(SHIPPED_MODEL), tmp_path / "out", settings, RunOptions()))
+    learned = texts_read.to_learn
+    assert len(learned) > 10 and all((learned[row]["labels"][1:] >= 0).any() for row in range(len(learned)))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_base_is_refused(texts: dict[str, Path], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    save_tiny(base, "llama", vocab_size=40)
+    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(base)
+    with pytest.raises(DataError) as refused:
+        compare(base, texts["new"], texts["old"], tmp_path / "out", SETTINGS)
+    assert [problem.code for problem in refused.value.problems] == ["token-id-too-high"]
 
 
 def test_an_expanded_model_is_no_base(texts: dict[str, Path], tmp_path: Path) -> None:
@@ -271,7 +363,7 @@ def compared(*rows: tuple[str, float, float]) -> Comparison:
         return Losses(Measurement(100 * (3 + forgot), 100, 0, 0), Measurement(100 * (4 - learned), 100, 0, 0))
 
     made = tuple(Row(name, 1e-3, True, 1, 1.0, 1, 1, 1.0, losses(*score), *score) for name, *score in rows)
-    return Comparison("base", SETTINGS, {}, Base(losses(0, 0), 1, 1, 1.0), rows=made)
+    return Comparison("base", SETTINGS, {}, {}, Base(losses(0, 0), 1, 1, 1.0), rows=made)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +371,6 @@ def compared(*rows: tuple[str, float, float]) -> Comparison:
     [
         ([("full", 1.0, 0.5), ("adapt", 0.95, 0.1), ("preserve", 0.5, 0.0)], "adapt"),
         ([("full", 1.0, 0.5), ("adapt", 0.85, 0.1)], "full"),
-        ([("full", 1.0, float("nan")), ("adapt", 0.5, 0.1)], "adapt"),
         ([("full", -0.1, 0.5)], None),
     ],
 )

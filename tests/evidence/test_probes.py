@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from scale_surgery import (
@@ -80,6 +84,15 @@ def row(result: Evaluation, name: str) -> Score:
         ("in Paris", "Paris", False),
         ("paris", "Paris", False),
         ("12", "1", False),
+        ("4.5", "4", False),
+        ("3/4 of it", "3", False),
+        ("1,024", "1", False),
+        ("12:30", "12", False),
+        ("4, I think", "4", True),
+        ("4.", "4", True),
+        ("don't", "don", False),
+        ("well-known", "well", False),
+        ("Paris.2", "Paris", True),
         ("(a)b", "(a)", True),
         ("", "Paris", False),
     ],
@@ -99,6 +112,11 @@ def test_exact(answer: str, right: str, expected: bool) -> None:
         ("1,2", "1", True),
         ("5 or 4", "4", False),
         ("2e3", "2000", True),
+        (".5", "0.5", True),
+        ("-.5", "-0.5", True),
+        (".5", "5", False),
+        ("1.5", "5", False),
+        ("1e99999999999999999999", "1", False),
         ("four", "4", False),
     ],
 )
@@ -126,6 +144,32 @@ def test_python_ends_in_time() -> None:
     start = time.monotonic()
     assert not passes(ADD, "    while True: pass", "add(1, 1)", 0.5)
     assert time.monotonic() - start < 5
+
+
+def test_python_ends_without_the_process_that_waits_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = f"import os, time\nopen({str(file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    line = f"from scale_surgery.evidence.probe_rules import passes; passes({code!r}, '', '', 1)"
+    with subprocess.Popen([sys.executable, "-c", line]) as waiting:
+        until(lambda: file.is_file() and file.read_text())
+        waiting.kill()
+    until(lambda: not is_running(int(file.read_text())))
+
+
+def is_running(number: int) -> bool:
+    """Return True if a process has not ended; nobody may have asked how it ended."""
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(holds: Callable[[], Any]) -> None:
+    """Wait until something holds, at most 20 seconds."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_block_ends_where_it_is_not_indented() -> None:

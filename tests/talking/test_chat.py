@@ -145,16 +145,19 @@ def press(times: int) -> None:
 )
 def test_an_interrupt_ends_an_answer_and_nothing_else(place: Path, before: int, during: int, tokens: int) -> None:
     (subject,), handler = open_subjects([place / "posterior"]), signal.getsignal(signal.SIGINT)
+    terminated = signal.getsignal(signal.SIGTERM)
     wanted = generate(place / "posterior", "Anna", GREEDY).answers[0]
     ids = Conversation(subject, has_template=False).encode("Anna", GREEDY).ids
     with loaded_speaker(subject) as speaker:
         with interruptible() as interrupt:
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
             press(before)
             with interrupt.speaking():
                 answer = speaker.speak("Anna", ids, GREEDY, lambda token: press(during), interrupt)
             assert not interrupt(), "the next answer is not stopped"
         assert (answer.tokens, answer.ended) == (wanted.tokens[:tokens], "interrupted")
         assert signal.getsignal(signal.SIGINT) == handler
+        assert signal.getsignal(signal.SIGTERM) == terminated
         # it goes on routing as if nothing had been
         assert speaker.speak("Anna", ids, GREEDY) == wanted
 
