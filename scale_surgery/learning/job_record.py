@@ -91,14 +91,15 @@ def take_up(record: Record, recipe: Recipe) -> Record:
     except ValueError as error:
         raise CheckpointError(Problem("job-record-unfit", record.file, *problems_of(error))) from error
     folder = record.file.parent
-    problems = [problem.within(folder) for problem in differences(recipe, before.recipe)]
-    # another recipe may name other files
-    problems = problems or [
+    settings = [problem.within(folder) for problem in differences(recipe, before.recipe)]
+    texts = [
         Problem("text-changed" if name in record.read else "text-gone", name, folder=folder)
         for name in {**before.read, **record.read}
         if before.read.get(name) != record.read.get(name)
     ]
-    if problems:
+    # another recipe may name other files; of the same files, a changed text changes the preset's settings
+    same_files = before.read.keys() == record.read.keys()
+    if problems := (texts if texts and same_files else settings or texts):
         raise CheckpointError(*problems)
     return replace(record, kept=before.kept, done=before.done, seconds=before.seconds, clears=before.clears)
 

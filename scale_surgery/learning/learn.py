@@ -13,7 +13,7 @@ another job has to go: so a folder that was left at any moment is known again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -345,8 +345,34 @@ def _check_settings(recipe: Recipe) -> None:
             problems += error.problems
     if recipe.training.routed:
         problems.append(Problem("routed-before-router", "training.routed"))
+    parts = (recipe.route and bool(recipe.old)) + (not recipe.measure_new)
+    if recipe.hold_out.share * parts >= 1:
+        problems.append(Problem("nothing-left-to-learn", "hold_out.share", share=recipe.hold_out.share, parts=parts))
+    problems += _texts_of_two_uses(recipe)
     if problems:
         raise PlanError(*problems)
+
+
+def _texts_of_two_uses(recipe: Recipe) -> Iterator[Problem]:
+    """Yield texts to measure on that are trained or calibrated on as well."""
+    rehearsed = tuple(name for name in recipe.training.rehearse if name != ITSELF)
+    uses = {
+        "measure_new": (recipe.measure_new, {"--data": recipe.data, "--rehearse": rehearsed, "--old": recipe.old}),
+        "measure_old": (recipe.measure_old, {"--data": recipe.data, "--rehearse": rehearsed, "--old": recipe.old}),
+        "--old": (recipe.old, {"--data": recipe.data, "--rehearse": rehearsed}),
+    }
+    for measured, (texts, others) in uses.items():
+        for option, trained in others.items():
+            known = set(map(_which_text, trained))
+            for name in texts:
+                if _which_text(name) in known:
+                    yield Problem("text-of-two-uses", name, measured=measured, trained=option)
+
+
+def _which_text(name: str) -> tuple[object, ...]:
+    source = parse_source(name)
+    path = source.path.resolve() if source.is_here else source.path
+    return path, source.column, source.split, source.config, source.revision
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Path]:
@@ -365,13 +391,15 @@ def _texts(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
-    """Sizes and times of all texts, which must not change until the job ends."""
+    """Sizes and times of all texts, and of files with tokens and settings: none may change until the job ends."""
     given = _texts(recipe)
+    others = [Path(name) for name in (recipe.tokens.token_file, recipe.accelerate_config) if name is not None]
     sources = {name: parse_source(name) for name in given}
     missing = [name for name, source in sources.items() if not source.path.exists() and not source.is_on_hub]
     if missing:
         raise DataError(*(Problem("text-not-found", name) for name in missing))
-    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(given)}
+    files = [*text_files(given), *(file for file in others if file.is_file())]
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
 def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Source, Checkpoint, Plan]:

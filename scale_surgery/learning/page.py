@@ -44,7 +44,7 @@ def _sections(learned: Learned) -> Iterator[Section]:
         if any(getattr(row, side) is not None for row in learned.rows):
             yield Section(
                 title,
-                f"{text} In nats per token, on text that no stage trained or calibrated on.",
+                f"{text} In nats per token, on files or parts of files that no stage trained or calibrated on.",
                 cells=_cells(side, learned),
             )
     promises = [(name, *text.partition(": ")[::2]) for name, text in learned.promises.items()]

@@ -6,6 +6,8 @@ largest logit. A rewritten model with a larger drift was not rewritten correctly
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,12 +164,17 @@ def measure_drift(
     (logits, new), (other_logits, other_new) = runs
     pairs = zip(logits, other_logits, strict=True)
     compared = (_compare_real(*pair, len(batch.ids), run.device) for pair in pairs)
-    comparison = max(compared, key=lambda comparison: comparison.drift)
+    comparison = worst(compared)
     return Drift(
         **vars(comparison),
         tolerance=TOLERANCES[comparison.dtype],
         generation_agreement=None if new is None or other_new is None else float(new.eq(other_new).double().mean()),
     )
+
+
+def worst(sides: Iterable[LogitDrift]) -> LogitDrift:
+    """Return the drift of the side that drifted most. NaN is more than any number."""
+    return max(sides, key=lambda side: math.inf if math.isnan(side.drift) else side.drift)
 
 
 def _run(model: Any, batch: Batch, new_tokens: int, device: str) -> tuple[list[Tensor], Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,8 @@ def read_prompts(file: Path | None) -> tuple[str, ...]:
     if file is None:
         return PROMPTS
     try:
-        lines = read_bytes(file).decode("utf-8").splitlines()
+        # as in texts: no other character ends a line
+        lines = re.split(r"\r\n|\r|\n", read_bytes(file).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(Problem("text-unreadable", file, error=error)) from error
     prompts = tuple(line for line in lines if line.strip())

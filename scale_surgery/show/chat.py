@@ -149,11 +149,16 @@ class Session:
             self.out.fail(*error.lines)
 
     def _answer(self, message: str) -> None:
+        turns = [voice.conversation.turns for voice in self.voices]
         encoded = [self._encode(voice, message) for voice in self.voices]
         self.last = message
         screen = AnswerScreen(self.out, self.marking, [voice.name for voice in self.voices], self.speaker.paths)
         try:
             answers = [self._speak(screen, place, message, read) for place, read in enumerate(encoded)]
+        except SurgeryError:
+            for voice, before in zip(self.voices, turns, strict=True):
+                voice.conversation.return_to(before)
+            raise
         finally:
             screen.end()
         for voice, answer in zip(self.voices, answers, strict=True):

@@ -25,12 +25,23 @@ from scale_surgery.show.log_lines import LogLines
 from scale_surgery.visible import visible_line, visible_text
 
 
+def silence(stream: Any) -> None:
+    """Send what is still written to a closed stream nowhere: whoever read it has read enough, and files are written."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
 class VisibleConsole(Console):
     """A console that shows control characters as signs. Only rich itself moves the cursor."""
 
     def __init__(self, *, warns: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.warns = warns
+
+    def on_broken_pipe(self) -> None:
+        """Go on without output. rich would end the program."""
+        self.quiet = True
+        silence(self.file)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Convert a string to a text, before rich drops some of its control characters."""
@@ -54,6 +65,9 @@ class Output:
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json, self.has_shown = as_json, False
+        # a character that stdout cannot encode is escaped, as on stderr, and ends no command
+        if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")
         self.messages = VisibleConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
         # of several processes, only the first prints
         self.is_first = os.environ.get("RANK", "0") == "0"
@@ -83,7 +97,11 @@ class Output:
     def _print_json(self, content: Any) -> None:
         self.has_shown = True
         # json.dumps escapes non-ASCII characters and all ASCII control characters except DEL
-        sys.stdout.write(json.dumps(content, indent=2).replace("\x7f", "\\u007f") + "\n")
+        try:
+            # a server prints it before it serves
+            print(json.dumps(content, indent=2).replace("\x7f", "\\u007f"), flush=True)
+        except BrokenPipeError:
+            silence(sys.stdout)
 
     def say(self, message: RenderableType, *, as_it_is: bool = False) -> None:
         """Print a message along with the result, unless --json or -q is given.

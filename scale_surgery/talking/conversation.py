@@ -57,6 +57,10 @@ class Conversation:
         """Forget the last answer and its prompt."""
         self.turns = self.before
 
+    def return_to(self, turns: list[Answer]) -> None:
+        """Return to earlier turns, after a message without an answer: there is nothing to take back."""
+        self.turns = self.before = turns
+
     def clear(self) -> None:
         """Forget everything."""
         self.turns = self.before = []

@@ -1,4 +1,4 @@
-"""Replacement for missing old text: samples from the base, which begin as those of rehearsal do.
+"""Replacement for missing old text: samples from the base, drawn as those of rehearsal are, but other ones.
 
 A model with a chat template answers instructions, and each row of the file is a conversation. Other models write texts.
 """
@@ -32,6 +32,8 @@ from scale_surgery.training.sampling import Sampling
 
 # settings that apply, since samples are drawn from the base's whole distribution
 SAMPLED_BY = ("raw", "max_new_tokens", "temperature", "seed")
+# a run that rehearses with the same seed draws other texts, so that forgetting is measured on none that it rehearsed
+ASIDE = 0x9E3779B9
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def write_samples_of(
     revision: str | None = None,
     track: Track = no_track,
 ) -> Samples:
-    """Let the base of a model write texts into a JSONL file, as rehearsal does.
+    """Let the base of a model write texts into a JSONL file, others than rehearsal draws with the same seed.
 
     A line is {"text"}, or {"messages"} with an instruction and its answer if the model has a chat template. An answer
     that reached the limit has no end there; it gets one when the file is read.
@@ -87,7 +89,7 @@ def write_samples_of(
     tokenizer = subject.tokenizer
     begins, length = _begin(subject, settings)
     temperature = 1.0 if settings.temperature is None else settings.temperature
-    sampling = Sampling(count, length, temperature, settings.seed, new_tokens=settings.max_new_tokens)
+    sampling = Sampling(count, length, temperature, settings.seed ^ ASIDE, new_tokens=settings.max_new_tokens)
     with loaded_speaker(subject, run, track) as speaker:
         alone = expansion_disabled(speaker.network) if subject.is_expanded else nullcontext()
         with alone, translated("model-not-run", subject.name):

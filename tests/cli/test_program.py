@@ -230,6 +230,34 @@ def test_expand_refuses_before_it_shows_a_plan_and_plans_alone_when_asked(base: 
     assert read_manifest(base.parent / "f").plan.layers == (1,)
 
 
+def test_what_a_stream_cannot_encode_is_escaped(base: Path, tmp_path: Path) -> None:
+    named = tmp_path / "東京"
+    named.symlink_to(base)
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    line = [sys.executable, "-m", "scale_surgery", "inspect", str(named)]
+    shown = subprocess.run(line, capture_output=True, env=environment, check=True).stdout
+    assert rb"\u6771\u4eac" in shown
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_closed_stdout_ends_no_command(base: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    line = [
+        sys.executable,
+        "-m",
+        "scale_surgery",
+        "plan",
+        str(base),
+        "--layers",
+        "2",
+        "-o",
+        str(tmp_path / "plan.json"),
+    ]
+    with subprocess.Popen([*line, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+    assert (tmp_path / "plan.json").is_file()
+
+
 def test_a_job_whose_stderr_was_closed_runs(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `2>&-` closes it: Python has no stream then, and 2 is the number of the next file."""
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute"), monkeypatch.context() as closed:

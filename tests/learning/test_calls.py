@@ -25,7 +25,7 @@ RENAMED = {
     ("route-calibrate", "output"): "plot",
 }
 RARE = {
-    "measure_old": ("old.jsonl",),
+    "measure_old": ("known.jsonl",),
     "base_weights": "copy",
     "hold_out.share": 0.3,
     "hold_out.most_characters": 900,
@@ -39,7 +39,7 @@ RARE = {
     "tokens.token_count": 7,
     "training.steps": 4,
     "training.warmup": 0.2,
-    "training.rehearse": ("old.jsonl",),
+    "training.rehearse": ("rehearsed.jsonl",),
     "training.packing": False,
     "training.bf16": False,
     "routing.prior": 0.2,
@@ -90,8 +90,8 @@ def parameters(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("job", JOBS)
 def test_a_command_reads_from_the_line_of_a_stage_what_the_stage_passes(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for side in ("new", "old"):
-        Path(f"{side}.jsonl").write_text(f'{{"text": "A short text of the {side} side."}}\n' * 30)
+    for name in ("new", "old", "known", "rehearsed"):
+        Path(f"{name}.jsonl").write_text(f'{{"text": "A short text, {name}, of one line."}}\n' * 30)
     recipe = resolve_recipe({"model": str(SHIPPED_MODEL), "data": ("new.jsonl",), "old": ("old.jsonl",)} | JOBS[job])
     write_recipe(recipe, Path("recipe.yaml"))
     shown = command.run("learn", "--recipe", "recipe.yaml", "-o", "job", "--dry-run").output.splitlines()

@@ -275,6 +275,21 @@ def test_another_recipe_and_other_texts_are_refused(done, settings, recipe, text
     os.utime(texts / "old.jsonl", ns=(stamp[1], stamp[1]))
 
 
+def test_a_text_that_grew_is_a_changed_text_and_no_changed_setting(settings, tmp_path):
+    """More text gives a preset other settings, which nobody gave."""
+    new, job = tmp_path / "new.jsonl", tmp_path / "job"
+    shutil.copy(settings["data"][0], new)
+    given = settings | {"data": (str(new),)}
+    given = {name: value for name, value in given.items() if not name.startswith("training.")}
+    with pytest.raises(EnoughError):
+        learn(resolve_recipe(given), job, events=JobEvents(begins=enough))
+    new.write_text(new.read_text() * 8)
+    grown = resolve_recipe(given)
+    assert grown.training != resolve_recipe(settings).training
+    with refused("text-changed", new, CheckpointError):
+        learn(grown, job)
+
+
 def test_a_text_that_is_gone_of_a_folder_is_refused(settings, texts, tmp_path):
     folder, job = tmp_path / "texts", tmp_path / "job"
     folder.mkdir()
@@ -489,7 +504,9 @@ def test_a_job_whose_loss_rose_stops_after_the_training(done, settings, tmp_path
 
 
 def test_what_is_given_to_measure_on_is_not_set_aside(settings, texts, tmp_path):
-    given = {"measure_new": (str(texts / "new.jsonl"),), "measure_old": (str(texts / "old.jsonl"),)}
+    given = {}
+    for name, text in (("measure_new", "new"), ("measure_old", "old")):
+        given[name] = (str(shutil.copy(texts / f"{text}.jsonl", tmp_path / f"{text}-too.jsonl")),)
     layers = {"expansion.layers": "last:1"}
     both = prepare(resolve_recipe(settings | given | layers), tmp_path / "job").work
     assert (both.new_parts, both.old_parts) == (("calibrate",), ("calibrate",))
@@ -537,6 +554,9 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
         (("--rehearse", "nosuch.txt"), "nosuch.txt: "),
         (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: "),
         (("--rehearse", "self", "--rehearse", "OLD"), "--rehearse is self, "),
+        (("--rehearse", "OLD"), "OLD is named by --old, to measure or calibrate on, and by --rehearse too"),
+        (("--data", "OLD"), "OLD is named by --old, to measure or calibrate on, and by --data too"),
+        (("--set", "hold_out.share=0.5"), "hold_out.share is 0.5 for each of 2 parts"),
         (("--new-tokens", "nosuch.txt"), "nosuch.txt: "),
         (("--new-tokens", "OLD", "--new-tokens-from", "OLD"), "--new-tokens and --new-tokens-from: "),
     ],
@@ -545,7 +565,7 @@ def test_what_a_later_stage_would_refuse_is_said_first(words, place, settings, t
     job = ("--layers", "last:1", "-o", str(tmp_path / "job"), "--dry-run")
     given = (settings["old"][0] if word == "OLD" else word for word in words)
     said = " ".join(command.run(*learn_words(settings, *job, *given), code=1).output.split())
-    assert said.startswith(f"error: {place}")
+    assert said.startswith(f"error: {place.replace('OLD', settings['old'][0])}")
     assert not (tmp_path / "job").exists()
 
 

@@ -26,6 +26,7 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 from rich.text import Text
+from transformers.generation.utils import GenerationMixin
 
 from scale_surgery import GenerationSettings, generate
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
@@ -265,6 +266,19 @@ def test_commands(place: Path) -> None:
     lines = [line for line in wrong.stderr.replace("\n", " ").split("error: ") if line]
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * len(starts)
     assert "stopped after 12 tokens, see /set max-new-tokens; an empty line continues it" in wrong.stdout
+
+
+def test_a_message_without_an_answer_takes_no_other_back(templated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = answers(templated, "Who?", "Why?")
+    generate_, calls = GenerationMixin.generate, iter(range(10))
+
+    def fail_once(*args: Any, **options: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("no memory")
+        return generate_(*args, **options)
+
+    monkeypatch.setattr(GenerationMixin, "generate", fail_once)
+    assert answers(templated, "Who?", "Why?", "/again") == whole
 
 
 def test_a_conversation_by_a_chat_template(templated: Path) -> None:

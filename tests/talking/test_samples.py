@@ -1,4 +1,4 @@
-"""Old text that a base writes itself: what rehearsal draws, readable, whole or not there."""
+"""Old text that a base writes itself: drawn as rehearsal draws, other texts, readable, whole or not there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.progress import no_track
-from scale_surgery.talking.samples import write_samples_of
+from scale_surgery.talking.samples import ASIDE, write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.text.beginnings import begin_texts, find_beginnings
 from scale_surgery.text.documents import read_documents
@@ -32,22 +32,24 @@ def texts_of(file: Path) -> list[str]:
     return [json.loads(line)["text"] for line in file.read_text().splitlines()]
 
 
-def as_rehearsed(model: Any, folder: Path, count: int) -> list[str]:
-    """What rehearsal would draw, as text."""
+def as_rehearsed(model: Any, folder: Path, count: int, seed: int = 3 ^ ASIDE) -> list[str]:
+    """What rehearsal would draw with a seed, as text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     begins = begin_texts(tokenizer, "model")
-    samples = sample_texts(model, begins, Sampling(count, 16, 1.0, 3), no_track)
+    samples = sample_texts(model, begins, Sampling(count, 16, 1.0, seed), no_track)
     rows = [samples[place]["input_ids"].tolist() for place in range(count)]
     return [tokenizer.decode([id_ for id_ in row if id_ not in tokenizer.all_special_ids]) for row in rows]
 
 
 @pytest.mark.parametrize("kind", mostly(["base", "wide", "posterior", "deep"], "posterior".__eq__))
-def test_the_base_writes_what_rehearsal_draws(place: Path, tmp_path: Path, kind: str) -> None:
+def test_the_base_writes_as_rehearsal_draws_and_nothing_that_it_draws(place: Path, tmp_path: Path, kind: str) -> None:
     file = tmp_path / "old.jsonl"
     done = write_samples_of(place / kind, file, 5, SETTINGS)
     expected = as_rehearsed(load(place / "base"), place / "base", 5)
     assert texts_of(file) == [text for text in expected if text.strip()] and done.texts == len(texts_of(file)) > 0
     assert [document.text for document in read_documents([file])] == texts_of(file)
+    rehearsed = as_rehearsed(load(place / "base"), place / "base", 5, SETTINGS.seed)
+    assert not {*texts_of(file)} & {*rehearsed}, "forgetting is measured on other texts"
     assert 0 < done.tokens <= 5 * 15
 
 
@@ -66,7 +68,7 @@ def test_a_model_with_a_template_answers_instructions(tmp_path: Path) -> None:
     done = write_samples_of(base, tmp_path / "old.jsonl", 6, replace(SETTINGS, max_new_tokens=40))
     begins = find_beginnings(tokenizer, "base", model.config.max_position_embeddings)
     length = min(max(begins.lengths) + 40, model.config.max_position_embeddings)
-    sampling = Sampling(6, length, 1.0, 3, new_tokens=40)
+    sampling = Sampling(6, length, 1.0, 3 ^ ASIDE, new_tokens=40)
     samples = sample_texts(model, begins, sampling, no_track)
     expected = []
     for number, place in enumerate(chain.from_iterable(sampling.batches(begins.lengths))):
