@@ -59,6 +59,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "gptj": lambda: transformers.GPTJConfig(
         vocab_size=97, pad_token_id=0, n_embd=32, n_layer=3, n_head=4, rotary_dim=4, n_positions=64, n_inner=48
     ),
+    "gpt2_upcasting": lambda: transformers.GPT2Config(
+        vocab_size=97, n_embd=40, n_layer=3, n_head=4, n_positions=64, reorder_and_upcast_attn=True
+    ),
     "internlm3": lambda: transformers.InternLM3Config(**LLAMA_LIKE, **TOKENS),
     "opt": lambda: transformers.OPTConfig(
         **SMALL, word_embed_proj_dim=40, ffn_dim=52, max_position_embeddings=64, dropout=0.0

@@ -179,7 +179,8 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             # new tensors stay in float32 if the base is loaded in half precision, as do those that the stock class
             # keeps
             in_float32 = self._keep_in_fp32_modules_strict or ()
-            self._keep_in_fp32_modules_strict = {*in_float32, f"expansions.{name}"}
+            # a pattern that is searched for: the names of others may begin alike
+            self._keep_in_fp32_modules_strict = {*in_float32, rf"expansions\.{name}(?=\.)"}
 
     def _read_vocabulary(self) -> None:
         """Update the number of tokens in a stock class that stores it for its loss."""
@@ -278,11 +279,13 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
     def whole_choice(self) -> PathChoice:
         """Make the choice of a freshly loaded model: its only expansion, or all expansions with its router.
 
-        Exception: without a head nothing can be routed, so with several expansions it is the base.
+        Exception: of several expansions it is the base if nothing can be routed, without a head or because they cannot
+        stand beside each other.
         """
         names, router = self.expansions, self.config.scale_surgery.get("router")
         has_head = self.get_output_embeddings() is not None
-        if not has_head or (len(names) < 2 and router is None):
+        is_by_name = router is None and any(self.plans[name].get("problems") for name in names)
+        if not has_head or is_by_name or (len(names) < 2 and router is None):
             return self.make_choice(names[0] if len(names) == 1 else None)
         self._check_beside(tuple(names))
         return PathChoice(tuple(names), make_router(router or {}, len(names), "config.json: scale_surgery.router"))
@@ -391,7 +394,8 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         refuse_adapter_names(inputs, A_NAME_A_ROW)
         rows = inputs.pop("expansion_names", None)
         if rows is not None:
-            choice, read = self.choice_of_rows(rows), inputs.get("input_ids", inputs.get("inputs_embeds"))
+            ids, embedded = inputs.get("input_ids"), inputs.get("inputs_embeds")
+            choice, read = self.choice_of_rows(rows), embedded if ids is None else ids
             if read is not None and len(rows) != len(read):
                 raise number_of_names(len(rows), len(read))
             with self.use_choice(choice):
@@ -571,6 +575,11 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
                 "Train before you route, or train one expansion alone: model.set_expansion(NAME)."
             )
         blocks = [head.expansions[name] for name in self.choice.names if name in head.expansions]
+        if blocks and blocks[0]._parameters.get("gate") is not None:
+            raise ValueError(
+                "The head of this model reads its up stream through a gate: no weight of a head gives its logits, which "
+                "a trainer wants to compute itself. Train it with the Trainer of transformers."
+            )
         return head.whole(blocks[0]) if blocks else head
 
     # ---- hidden states

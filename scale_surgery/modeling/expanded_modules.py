@@ -480,12 +480,19 @@ class ExpandedAttention:
         return twin(self, **values, parts=parts, stock=self, config=View(self.config, config))
 
 
+def upcast_attention(stock, query, key, value, attention_mask, **kwargs):
+    """Compute attention as GPT-2 does by its setting `reorder_and_upcast_attn`, if its kernel is the eager one."""
+    return stock._upcast_and_reordered_attn(query, key, value, attention_mask)
+
+
 def find_eager_attention(module: nn.Module) -> Any:
     """Return the eager attention function of a module's file; each file of transformers has its own.
 
     Raises:
         ValueError: If there is none: older releases compute the attention of some models inside the module.
     """
+    if getattr(module, "reorder_and_upcast_attn", False):
+        return upcast_attention
     function = vars(import_module(type(module).__module__)).get("eager_attention_forward")
     if function is None:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -186,6 +187,13 @@ def normalise(x: Tensor, style: str, epsilon: float, gain: Tensor, bias: Tensor 
     return y if bias is None else y + bias
 
 
+def in_float32(device: torch.device) -> AbstractContextManager[Any]:
+    """Multiply in float32 inside a `with` block, also under autocast."""
+    # autocast does not know the device of a model without numbers
+    is_cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_cast else nullcontext()
+
+
 def gate_scores(gate: Tensor, base: Tensor, up: Tensor) -> Tensor:
     """Compute the scores of a gate from a base stream and the up stream beside it, both scaled to a mean square of 1.
 
@@ -203,9 +211,10 @@ def gate_scores(gate: Tensor, base: Tensor, up: Tensor) -> Tensor:
     """
     *weights, bias = gate.float().split([base.shape[-1], up.shape[-1], 1])
     scores = BEGINS_OPEN + bias
-    for stream, weight in zip((base.detach().float(), up.float()), weights, strict=True):
-        scale = torch.rsqrt(stream.square().mean(-1, keepdim=True) + GATE_EPSILON)
-        scores = scores + (stream @ weight)[..., None] * scale
+    with in_float32(base.device):
+        for stream, weight in zip((base.detach().float(), up.float()), weights, strict=True):
+            scale = torch.rsqrt(stream.square().mean(-1, keepdim=True) + GATE_EPSILON)
+            scores = scores + (stream @ weight)[..., None] * scale
     return scores
 
 

@@ -46,6 +46,7 @@ from .expanded_stock import (
     find_base_model,
     find_module,
     find_stock_model,
+    in_float32,
     make_model_class,
     normalise,
     padded,
@@ -367,7 +368,8 @@ class Deciding:
             p, a = (functional.pad(stream, (0, 1), value=1.0) for stream in (p, a))
         # a cast of the whole model may have changed its dtype
         gram = self.gram.float()
-        of_p, of_a = p @ gram, a @ gram
+        with in_float32(p.device):
+            of_p, of_a = p @ gram, a @ gram
         lengths = (of_p * p).sum(-1, keepdim=True) * (of_a * a).sum(-1, keepdim=True)
         return ((of_p * a).sum(-1, keepdim=True) * torch.rsqrt(lengths)).clamp(-1, 1)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from scale_surgery import (
     strip,
     verify,
 )
-from scale_surgery.modeling.expanded_stock import opened
+from scale_surgery.modeling.expanded_stock import gate_scores, opened
+from scale_surgery.modeling.modeling_fused import Deciding
 from tests.conftest import digests, edited, load, shake
 from tests.each import DTYPES, FORM_OF, mostly
 from tests.routed import random_ids
@@ -64,6 +66,18 @@ def set_gates(model: Any, bias: float) -> list[tuple[str, Tensor]]:
 @torch.no_grad()
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:
     return model(input_ids=ids).logits
+
+
+def test_decisions_are_float32_under_autocast() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base, up, other = (torch.randn(2, 3, size, generator=generator) for size in (40, 8, 40))
+    gate, gram = torch.randn(49, generator=generator), torch.randn(40, 40, generator=generator)
+    gram = gram @ gram.T
+    scores, cosine = gate_scores(gate, base, up), Deciding.cosine(SimpleNamespace(gram=gram), base, other)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gate_scores(gate, base, up), scores)
+        assert torch.equal(Deciding.cosine(SimpleNamespace(gram=gram), base, other), cosine)
+        assert (base @ gram).dtype is torch.bfloat16, "the control"
 
 
 @pytest.mark.parametrize("routing", (None, PosteriorRouter()))

@@ -289,3 +289,15 @@ def test_what_is_added_before_layers_is_as_wide_as_what_enters_them(entering):
 def test_nothing_is_widened_where_the_base_runs():
     model = SimpleNamespace(active=ActiveExpansions(Context(Paths((BASE,), {}, 2))))
     assert ExpandedPreTrainedModel._widen(model, nn.Module(), (), {"deepstack_features": {0: FEATURES}}) is None
+
+
+@torch.no_grad()
+def test_attention_of_gpt2_that_upcasts_is_that_of_its_base(tmp_path):
+    """GPT-2 asks for its kernel by name before it picks one."""
+    base = make_base(tmp_path / "base", OTHERS["gpt2_upcasting"](), torch.bfloat16)
+    wide = expand(base, Request("all", variant="adapt", collaborate="both", up_kv_heads=1), tmp_path / "wide").path
+    stock, expanded = (load(path, attn_implementation="eager") for path in (base, wide))
+    assert torch.equal(expanded(IDS).logits, stock(IDS).logits)
+    for layer in stock.transformer.h:
+        layer.attn.reorder_and_upcast_attn = False
+    assert not torch.equal(expanded(IDS).logits, stock(IDS).logits), "the control"

@@ -81,6 +81,15 @@ def test_the_head_in_half_precision_is_whole_in_its_dtype(base_of: Callable[...,
     torch.testing.assert_close(logits, wanted, rtol=0.05, atol=0.05)
 
 
+def test_a_gated_head_is_no_matrix(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    request = Request("1-2", variant="gated", collaborate="both")
+    model = replace_forward(load(expand(base_of("llama"), request, tmp_path / "expanded").path))
+    with pytest.raises(ValueError, match="through a gate: no weight of a head gives its logits"):
+        model(IDS)
+    with model.expansion_disabled():
+        assert torch.equal(model(IDS), load(base_of("llama"))(IDS).logits), "the control"
+
+
 @torch.no_grad()
 def test_outside_of_that_forward_the_head_is_the_head(llama: Pair) -> None:
     model = train(llama.load())

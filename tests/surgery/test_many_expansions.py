@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from scale_surgery import load_expansion
+from scale_surgery import Request, compose, expand, extract, load_expansion
 from scale_surgery.checkpoint import expansions
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.errors import CheckpointError, PlanError
@@ -97,6 +97,9 @@ def test_choices(llama):
         assert torch.equal(model(ids).logits, llama.alone(None)(ids).logits)
     assert torch.equal(model(ids).logits, law)
     assert torch.equal(model(ids, expansion_names=["law", "law"]).logits, law)
+    embedded = model.get_input_embeddings()(random_ids(4, 5))
+    text = refusal(model, inputs_embeds=embedded, input_ids=None, expansion_names=["law", None], error=ValueError)
+    assert text.startswith("expansion_names: ")
     with model.use_expansion("law"):
         text = refusal(model.delete_expansion, "law", error=ValueError)
     assert text == "law: runs inside a with block, expected none that chooses it. Delete it behind the block."
@@ -184,13 +187,37 @@ def test_a_model_without_a_head_is_switched_and_not_mixed(llama):
     assert "has no head" in refusal(model.set_expansion, ["law"], error=ValueError)
 
 
+@torch.no_grad()
+def test_several_that_cannot_be_mixed_are_saved_and_switched_by_name(made_of, tmp_path):
+    made, ids = made_of("deepseek_v3", ("late",)), random_ids(2, 5)
+    model = load_expansion(made.composed(), made.extracts["late"], name="later")
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert again.active_expansion is None and torch.equal(again(ids).logits, made.alone(None)(ids).logits)
+    again.set_expansion("later")
+    assert torch.equal(again(ids).logits, made.alone("late")(ids).logits)
+
+
+def test_a_name_that_begins_another_decides_nothing_of_it(base_of, tmp_path):
+    base, extracts = base_of("llama", "bfloat16"), {}
+    for name, dtype in (("law", "float32"), ("lawyer", None)):
+        folder = expand(base, Request("1", name=name, dtype=dtype), tmp_path / name).path
+        extracts[name] = extract(folder, tmp_path / f"{name}.extract").path
+    model = load(compose(base, extracts, tmp_path / "both").path)
+    dtypes = {
+        name: {tensor.dtype for key, tensor in model.named_parameters() if f".expansions.{name}." in key}
+        for name in extracts
+    }
+    assert dtypes == {"law": {torch.float32}, "lawyer": {torch.bfloat16}}
+
+
 @pytest.mark.slow
 def test_several_that_a_block_has_no_room_for_are_refused(made_of):
     """Edges hold one path: what writes into the base stream there is switched by name, and not mixed."""
-    made = made_of("gptj", ("late",))
+    made = made_of("deepseek_v3", ("late",))
     model, alone = made.composed(), made.alone("late")
     assert torch.equal(model(random_ids(2, 5)).logits, alone(random_ids(2, 5)).logits)
     assert refusal(model.set_expansion, ["late"], error=ValueError).startswith(
-        "late: the block attn (GPTJAttention) stays as"
+        "late: the block self_attn (DeepseekV3Attention) stays as"
     )
-    assert "late: the block attn" in refusal(model, random_ids(2, 5), expansion_names=["late", None], error=ValueError)
+    assert "late: the block self_attn" in refusal(model, random_ids(2, 5), expansion_names=["late", None], error=ValueError)
