@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.file_stat import Stamps, take_stamps
 from scale_surgery.checkpoint.foreign import refuse_foreign
 from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo, read_header
-from scale_surgery.checkpoint.listing import is_left_link, links_that_are_no_files, list_files
+from scale_surgery.checkpoint.listing import links_that_are_no_files, list_files, stays_behind
 from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -172,7 +172,7 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
     others = [file for file in files if not file.endswith(".safetensors")]
     left_out = tuple(file for file in others if file.endswith(OTHER_WEIGHT_SUFFIXES))
     left_out += tuple(file for file in files if file.endswith(".safetensors") and file not in shards)
-    left_out += tuple(file for file in others if file not in left_out and is_left_link(path, file))
+    left_out += tuple(file for file in others if file not in left_out and stays_behind(path, file))
     links = links_that_are_no_files(path)
     left_out += tuple(link for link in links if not any(shard.startswith(f"{link}/") for shard in shards))
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)

@@ -62,7 +62,7 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
         Problem("output-file-is-input", file, input=source)
         for file, place in places.items()
         for source in dict.fromkeys(map(str, inputs))
-        if Path(source).resolve() in (place, *place.parents)
+        if lies_in(place, Path(source).resolve())
     ]
     for file, place in places.items():
         with reached(file):
@@ -77,10 +77,18 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
     return problems
 
 
+def lies_in(path: Path, folder: Path) -> bool:
+    """Return True if a path is a folder or file, or lies in it, by whatever name it is called."""
+    # of the spellings of a name in a file system that ignores case, or behind a bind mount, resolve() makes no one name
+    return path.is_relative_to(folder) or (
+        folder.exists() and any(place.samefile(folder) for place in (path, *path.parents) if place.exists())
+    )
+
+
 def touches(path: Path, source: Path) -> bool:
     """Return True if writing to a path would modify an input."""
     written, read = path.resolve(), source.resolve()
-    if written == read or written.is_relative_to(read) or read.is_relative_to(written):
+    if lies_in(written, read) or lies_in(read, written):
         return True
     # input files may be links, as in the Hub's cache
     return written.is_dir() and any(file.resolve().is_relative_to(written) for file in source.rglob("*"))

@@ -228,7 +228,8 @@ def tokenizer_beside(given: Folder, manifest: Manifest) -> tuple[dict[str, str],
         content, known = parse_json(text), parse_json(now[file])
         if content.get("tokenizer_class") != known.get("tokenizer_class"):
             # pinned when the base was expanded
-            text = as_json({**content, "tokenizer_class": known["tokenizer_class"]})
+            pinned = {"tokenizer_class": known["tokenizer_class"]} if "tokenizer_class" in known else {}
+            text = as_json({name: value for name, value in content.items() if name != "tokenizer_class"} | pinned)
         texts[file] = text
         is_replaced = text != base[file]
         files[file] = replace(files[file], stored_as=None if is_replaced else file)

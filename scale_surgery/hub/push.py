@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint.file_stat import check_unchanged
 from scale_surgery.checkpoint.forms import Form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, STOCK_FILE
 from scale_surgery.checkpoint.reading import read_bytes
@@ -149,7 +150,13 @@ def push(
                 _check_card(card)
         warnings = () if checked is None else checked.warnings
         plan = replace(plan, obstacle=next(iter(obstacles), None), notes=(*card.notes, *warnings))
-        return plan if dry_run else _send(api, target, plan, how, info)
+        # what is sent is what was checked
+        check_unchanged(contents.stamps)
+        if dry_run:
+            return plan
+        sent = _send(api, target, plan, how, info)
+        check_unchanged(contents.stamps)
+        return sent
 
 
 def _choose_card(

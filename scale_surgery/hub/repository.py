@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from scale_surgery.checkpoint.file_stat import Stamps, take_stamps
 from scale_surgery.checkpoint.files import as_json, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.forms import RECORDS, Form, form_of, refuse_form
@@ -38,6 +39,7 @@ from scale_surgery.folder.extract_folder import read_extract
 from scale_surgery.folder.folder import Folder, open_given, refuse_linked
 from scale_surgery.folder.record import Manifest, read_manifest
 from scale_surgery.folder.record_schema import StockRecord
+from scale_surgery.running.tokenizer import ASKING_FILES, MORE_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) -->\n$")
 
@@ -86,6 +88,7 @@ class Contents:
     record: Mapping[str, Any]  # parsed surgery.json or merge.json
     base_card: str | None  # file of the base's README.md
     has_own_card: bool  # True if the user wrote README.md
+    stamps: Stamps  # of its files
 
     @property
     def base_files(self) -> set[str]:
@@ -130,14 +133,17 @@ def read_contents(path: Path) -> Contents:
     record = read_json(path / RECORD_OF.get(form, MANIFEST_FILE))
     _check_record(path, form, record)
     known = {*(checkpoint.shards if checkpoint else ()), *_recorded(path, form, record)}
-    foreign = checkpoint.left_out if checkpoint else ()
+    # nobody vouches for what an extract does not list
+    strays = (name for name in names if name not in known and (is_part_of_a_model(name) or names_code(path, name)))
+    foreign = checkpoint.left_out if checkpoint else tuple(strays)
     stays = {name for name in names if stays_behind(path, name) or name.endswith(UNFINISHED_SUFFIXES)} - known
     left_out = tuple(name for name in names if name in foreign or name in stays)
     left_out += tuple(name for name in foreign if name not in names)
     files = tuple(name for name in names if name not in left_out)
     base_card = None if form == "extract" else _find_base_card(path, files, record)
     is_own = CARD_FILE in files and base_card != CARD_FILE and not is_written_card(read_card(path / CARD_FILE))
-    return Contents(path, form, files, left_out, manifest, record, base_card, is_own)
+    stamps = take_stamps(path / name for name in files)
+    return Contents(path, form, files, left_out, manifest, record, base_card, is_own, stamps)
 
 
 def _check_record(path: Path, form: Form, record: Mapping[str, Any]) -> None:
@@ -179,7 +185,9 @@ def assemble(contents: Contents, folder: Path, card: Card) -> tuple[RepositoryFi
 
 def is_part_of_a_model(name: str) -> bool:
     """Return True if a file affects the model that a repository loads as; a foreign file would change that model."""
-    return name in RECORDS or name.endswith((".safetensors", ".safetensors.index.json", ".py", *OTHER_WEIGHT_SUFFIXES))
+    is_asked = name in (*TOKENIZER_FILES, *VOCABULARY_FILES, *ASKING_FILES) or name.startswith(MORE_TEMPLATES)
+    ends = (".safetensors", ".safetensors.index.json", ".py", *OTHER_WEIGHT_SUFFIXES)
+    return name in RECORDS or is_asked or name.endswith(ends)
 
 
 def names_code(path: Path, name: str) -> bool:

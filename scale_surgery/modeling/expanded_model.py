@@ -577,8 +577,8 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         blocks = [head.expansions[name] for name in self.choice.names if name in head.expansions]
         if blocks and blocks[0]._parameters.get("gate") is not None:
             raise ValueError(
-                "The head of this model reads its up stream through a gate: no weight of a head gives its logits, which "
-                "a trainer wants to compute itself. Train it with the Trainer of transformers."
+                "The head of this model reads its up stream through a gate: no weight of a head gives its logits, "
+                "which a trainer wants to compute itself. Train it with the Trainer of transformers."
             )
         return head.whole(blocks[0]) if blocks else head
 

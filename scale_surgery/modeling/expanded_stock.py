@@ -47,6 +47,18 @@ def twin(module: Any, **values: Any) -> Any:
     return copy
 
 
+def refuse_tensor_parallelism(given: dict[str, Any]) -> None:
+    """Refuse options of from_pretrained that split matrices over processes."""
+    config = given.get("distributed_config")
+    plans = (given.get("tp_plan"), getattr(config, "tp_plan", None))
+    sizes = (given.get("tp_size"), getattr(config, "tp_size", None))
+    if any(plan is not None for plan in plans) or any((size or 1) > 1 for size in sizes):
+        raise ValueError(
+            "Tensor parallelism splits the base's matrices and no blocks beside them, so it would add their products "
+            "once for each process. Load with device_map, or serve a fused model with vLLM."
+        )
+
+
 class StrictlyLoaded:
     """Mixin before a stock model class that loads as transformers does, and refuses files that do not fit."""
 
@@ -57,6 +69,7 @@ class StrictlyLoaded:
         `strict_loading=False` keeps missing tensors as they were initialised, as transformers does;
         `output_loading_info=True` then names them.
         """
+        refuse_tensor_parallelism(kwargs)
         warn_of_new_release(next(iter(args), kwargs.get("pretrained_model_name_or_path")))
         is_strict, says_more = kwargs.pop("strict_loading", True), kwargs.pop("output_loading_info", False)
         try:

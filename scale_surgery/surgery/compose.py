@@ -16,6 +16,7 @@ from pathlib import Path
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, renamed
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
@@ -29,7 +30,7 @@ from scale_surgery.folder.layout import Content, Headed, lay_out, total_bytes
 from scale_surgery.folder.record import ExpansionRecord, read_manifest
 from scale_surgery.folder.renumbered import aligned_header
 from scale_surgery.folder.routers import router_for
-from scale_surgery.folder.write import least_base_bytes, write_folder
+from scale_surgery.folder.write import EXTENDED, least_base_bytes, write_folder
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.base import Base, base_alone
 from scale_surgery.planning.methods import refuse
@@ -123,6 +124,7 @@ def compose(
         differing = find_differing(extract, alone, hashes)
         refuse_differing(extract, f"{name}: {source.name}", differing, len(alone.tensors), "base-differs-compose")
         check_own_files(extract, track)
+        _check_tokens(extract, source)
     state = {
         "compose": {name: [dict(record.tensors), record.plan.to_json()] for name, record in expansions.items()},
         "routing": None if routing is None else routing.settings,
@@ -164,6 +166,22 @@ def _plan_beside(
         plan = plan_expansion(Base(base, made.facts), request, name=base_name, revision=revision)
         added[name] = _rename(extract.manifest.expansions[extract.manifest.name], plan)
     return added
+
+
+def _check_tokens(extract: Extract, source: Source) -> None:
+    """Check that new tokens fit the base's tokenizer if it is another than the one they were made for."""
+    new, recorded = extract.manifest.plan.request.new_tokens, extract.manifest.base_files
+    there = [file for file in EXTENDED if (source.path / file).is_file()]
+    is_same = {*there} == {*EXTENDED}.intersection(recorded) and all(
+        hash_file(source.path / file) == recorded[file].sha256 for file in there
+    )
+    if new is not None and not is_same:
+        # torch takes seconds to import
+        from scale_surgery.running.new_tokens import check_new_tokens
+        from scale_surgery.running.tokenizer import load_tokenizer
+
+        rows = extract.manifest.plan.sizes.embedded
+        check_new_tokens(source.path, load_tokenizer(source.path, RunOptions()), new, rows)
 
 
 def _check_base(given: Checkpoint, track: Track) -> Mapping[str, str]:

@@ -327,9 +327,16 @@ def _describe(target: Path, to: MergedForm, folder: Folder, drift: Drift | None)
         differences=_differences(manifest, to),
         bytes_written=sum(info.bytes for info in written.tensors.values()),
         drift=drift,
-        left_out=folder.left_behind,
+        left_out=_left_out(folder, target, to),
         warnings=() if to == "blocks" else _warnings(manifest.plan.sizes),
     )
+
+
+def _left_out(folder: Folder, target: Path, to: MergedForm) -> tuple[str, ...]:
+    """Return the files that were not taken along: of a stock form, also those that the base did not have."""
+    names = [] if to != "stock" else [*folder.side_files]
+    added = (name for name in names if name not in folder.manifest.code and not (target / name).exists())
+    return tuple(dict.fromkeys((*folder.left_behind, *added)))
 
 
 def _differences(manifest: Manifest, to: MergedForm) -> dict[str, int]:

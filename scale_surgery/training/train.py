@@ -26,6 +26,7 @@ from scale_surgery.checkpoint.names import TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, Problem, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
+from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
 from scale_surgery.folder.parts import tokenizer_alone
 from scale_surgery.folder.record import tool_versions
@@ -295,10 +296,20 @@ def _record(model: Any, settings: TrainingSettings, decisive: Mapping[str, Any])
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "trained_parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         "texts": decisive["texts"],
-        "settings": asdict(settings),
+        "settings": asdict(settings)
+        | {
+            "rehearse": [_without_folders(text) for text in settings.rehearse],
+            "rehearsal_prompts": settings.rehearsal_prompts and _without_folders(settings.rehearsal_prompts),
+        },
         "precision": decisive["precision"],
         "tool": tool_versions(),
     }
+
+
+def _without_folders(text: str) -> str:
+    """Return the name of a text without its folders: a record is published with its model."""
+    source = parse_source(text)
+    return text.replace(source.name, source.path.name, 1) if source.is_here and source.path.name != ITSELF else text
 
 
 def _make_trainer(

@@ -22,7 +22,7 @@ from scale_surgery.checkpoint.files import (
     write_text,
 )
 from scale_surgery.checkpoint.locks import locked, locked_scratch
-from scale_surgery.checkpoint.staging import check_target, staged
+from scale_surgery.checkpoint.staging import check_target, output_file_problems, staged, touches
 from scale_surgery.errors import CheckpointError, Problem
 from tests.conftest import digests, problems, refused
 
@@ -276,3 +276,19 @@ def test_a_refusal_leaves_nothing(tmp_path):
             (partial / "file").write_text("x")
             raise CheckpointError(Problem("interrupted"))
         assert partial.exists() is (tmp_path / ".out.partial.json").exists() is keeps
+
+
+def test_an_input_is_known_by_every_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system ignores case, or is mounted twice, resolve() leaves two spellings of one place."""
+    model, alias = tmp_path / "Model", tmp_path / "model"
+    (model / "inside").mkdir(parents=True)
+    alias.symlink_to(model)
+    monkeypatch.setattr(Path, "resolve", Path.absolute)
+    for output in (alias, alias / "inside", alias / "new" / "deeper"):
+        assert touches(output, model), output
+        assert output_file_problems([output / "file.json"], [model])[:1] == [
+            Problem("output-file-is-input", output / "file.json", input=str(model))
+        ]
+    assert touches(tmp_path, alias)
+    assert not touches(tmp_path / "other", model), "the control"
+    assert not output_file_problems([tmp_path / "file.json"], [model])

@@ -235,6 +235,27 @@ def test_nothing_goes_up_but_the_model_s_files(hub: Hub, copied: Path, tmp_path:
     assert not {*left, "link.txt", ".cache/lock"} & set(hub.files(REPO))
 
 
+def test_what_an_extract_does_not_list_is_no_part_of_it(hub: Hub, expanded: Path, tmp_path: Path) -> None:
+    taken = extract(expanded, tmp_path / "extract").path
+    strays = ("pytorch_model.bin", "model.safetensors", "helper.py")
+    for name in (*strays, "picture.png"):
+        (taken / name).write_bytes(b"x")
+    (taken / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["helper.Tokenizer", null]}}')
+    done = send(hub, taken)
+    assert {*strays, "tokenizer_config.json"} == set(done.left_out)
+    assert "picture.png" in hub.files(REPO) and not set(done.left_out) & set(hub.files(REPO))
+
+
+def test_a_folder_that_changes_on_the_way_is_told(hub: Hub, copied: Path) -> None:
+    def change() -> None:
+        with edited(copied / "config.json") as config:
+            config["another"] = 1
+
+    hub.faults = [Fault(r"POST .*/preupload/main", act=change)]
+    with refused("file-changed", copied / "config.json", CheckpointError):
+        send(hub, copied)
+
+
 def test_a_base_file_that_became_a_link_to_elsewhere_is_not_sent(hub: Hub, copied: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("key")
     (copied / "generation_config.json").unlink()
@@ -456,8 +477,15 @@ def test_a_licence_is_for_a_card_that_is_written(hub: Hub, copied: Path) -> None
 def test_another_model_s_files_are_not_mixed_with_it(hub: Hub, expanded: Path) -> None:
     hub.repositories[REPO] = Repository(private=False)
     there = hub.repositories[REPO].branches["main"]
+    # a template or a tokenizer that this model does not have would change how it is asked
+    there |= {
+        "chat_template.jinja": b"{{ messages }}",
+        "tokenizer.model": b"",
+        "additional_chat_templates/a.jinja": b"",
+    }
     there |= {"model.safetensors": b"another model", "odd [1].py": b"", "notes.txt": b"stays"}
-    files = ("model.safetensors", "odd [1].py")
+    files = ("additional_chat_templates/a.jinja", "chat_template.jinja", "model.safetensors", "odd [1].py")
+    files += ("tokenizer.model",)
     assert problem(hub, expanded) == Problem("repository-more-files", REPO, files=files)
     assert hub.repositories[REPO].messages == []
     done = send(hub, expanded, replace=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,3 +158,13 @@ def test_a_head_is_needed_where_it_is_not_tied(made, tmp_path):
     assert AutoModel.from_pretrained(tmp_path / "alone")(random_ids(2, 9))[0].shape[-1] > 32
     with pytest.raises(ValueError, match=f"{HEAD_UP} is missing, lm_head.weight is missing"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tp_plan": "auto"}, {"tp_size": 2}, {"distributed_config": SimpleNamespace(tp_size=2, tp_plan=None)}],
+)
+def test_matrices_that_are_split_over_processes_are_refused(made, options):
+    """The product of blocks would be added once for each process."""
+    with pytest.raises(ValueError, match="Tensor parallelism splits the base's matrices"):
+        AutoModelForCausalLM.from_pretrained(made("qwen3_moe"), **options)

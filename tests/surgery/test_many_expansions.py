@@ -220,4 +220,6 @@ def test_several_that_a_block_has_no_room_for_are_refused(made_of):
     assert refusal(model.set_expansion, ["late"], error=ValueError).startswith(
         "late: the block self_attn (DeepseekV3Attention) stays as"
     )
-    assert "late: the block self_attn" in refusal(model, random_ids(2, 5), expansion_names=["late", None], error=ValueError)
+    assert "late: the block self_attn" in refusal(
+        model, random_ids(2, 5), expansion_names=["late", None], error=ValueError
+    )

@@ -359,7 +359,10 @@ def test_another_tokenizer_of_the_base(base_of, tmp_path):
         )
     with pytest.raises(DataError, match="the base has 'Xylophone' already, with the id"):
         apply(taken, tmp_path / "again", base=sibling)
+    with pytest.raises(DataError, match="the base has 'Xylophone' already, with the id"):
+        compose(sibling, taken, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+    assert compose(base, taken, tmp_path / "again").path.is_dir(), "the control"
 
 
 def test_in_memory(base_of, tmp_path):
