@@ -334,9 +334,9 @@ def _describe(target: Path, to: MergedForm, folder: Folder, drift: Drift | None)
 
 def _left_out(folder: Folder, target: Path, to: MergedForm) -> tuple[str, ...]:
     """Return the files that were not taken along: of a stock form, also those that the base did not have."""
-    names = [] if to != "stock" else [*folder.side_files]
-    added = (name for name in names if name not in folder.manifest.code and not (target / name).exists())
-    return tuple(dict.fromkeys((*folder.left_behind, *added)))
+    written = {INDEX_FILE, *folder.manifest.code}
+    names = (name for name in folder.side_files if to == "stock" and name not in written)
+    return tuple(dict.fromkeys((*folder.left_behind, *(name for name in names if not (target / name).exists()))))
 
 
 def _differences(manifest: Manifest, to: MergedForm) -> dict[str, int]:

@@ -201,7 +201,10 @@ def test_the_command_measures_the_drift_of_what_it_wrote(tmp_path):
     assert (done["form"], done["parameters"]) == ("stock", read_manifest(expanded).plan.costs.stock.parameters)
     assert done["drift"]["drift"] <= TOLERANCES["float32"] * done["drift"]["largest_logit"]
     assert (done["drift"]["top1_agreement"], done["drift"]["generation_agreement"]) == (1, 1)
-    assert set(digests(path)) - set(digests(SHIPPED_MODEL)) == {"merge.json"}
+    assert set(digests(path)) - set(digests(SHIPPED_MODEL)) == {"merge.json"} and done["left_out"] == []
+    (expanded / "chat_template.jinja").write_text("{{ messages }}")
+    again = json.loads(run("merge", expanded, "--to", "stock", "-o", tmp_path / "again", "--json").stdout)
+    assert again["left_out"] == ["chat_template.jinja"], "the base had none"
     with edited(path / "model.safetensors") as tensors:
         tensors["model.layers.3.mlp.down_proj.weight"][0, -1] += 10
     assert not measure_drift(expanded, path).holds
