@@ -46,14 +46,14 @@ LORA = partial(on_mlps, rank=RANK)
 # the rows of the claim first
 METHODS = (
     Method("full", whole, (1e-4, 3e-5, 1e-5), rehearses=True),
-    Method("grow-freeze", expansion(**GROW), (3e-4, 1e-4), rehearses=True),
-    Method("adapt", expansion(**ADAPT), (1e-3, 3e-4), rehearses=True),
+    Method("grow-freeze", expansion(**GROW), (3e-4, 1e-4, 3e-5), rehearses=True),
+    Method("adapt", expansion(**ADAPT), (1e-3, 3e-4, 1e-4), rehearses=True),
     Method("adapt", expansion(PosteriorRouter(), **ADAPT), (1e-3,), is_routed=True),
     Method("LoRA MLP", LORA, (1e-3, 3e-3), rehearses=True),
     Method("full", whole, (1e-4,)),
     Method("grow-freeze", expansion(**GROW), (3e-4,)),
     Method("preserve", expansion(), (3e-3,), rehearses=True),
-    Method("gated", expansion(**ADAPT | {"variant": "gated"}), (1e-3,), rehearses=True),
+    Method("gated", expansion(**ADAPT | {"variant": "gated"}), (3e-4,), rehearses=True),
     Method("LoRA MLP", LORA, (1e-3,)),
     Method("OSF", subspaced, (1e-4,)),
     Method("grow-train", expansion(**GROW, variant="grow-train"), (1e-4,)),
