@@ -52,6 +52,7 @@ def told(scores: Scores) -> str:
 @click.argument("base", type=click.Path(exists=True, path_type=Path, file_okay=False))
 @click.argument("work", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--method", "names", multiple=True, help="Default: all.")
+@click.option("--rate", "rates", multiple=True, type=float, help="Default: all.")
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--runs", "most", type=click.IntRange(min=1), help="End after so many runs.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
@@ -63,7 +64,14 @@ def told(scores: Scores) -> str:
     help="Records, one line for each run. Default: runs.jsonl beside this file.",
 )
 def main(
-    base: Path, work: Path, names: tuple[str, ...], seeds: int, most: int | None, threads: int, output: Path
+    base: Path,
+    work: Path,
+    names: tuple[str, ...],
+    rates: tuple[float, ...],
+    seeds: int,
+    most: int | None,
+    threads: int,
+    output: Path,
 ) -> None:
     """Teach BASE, and ask what it learned and what it forgot. Texts and samples go to WORK."""
     logging.disable_progress_bar()
@@ -80,7 +88,7 @@ def main(
     left = [
         (method, key)
         for method, key in keys(settings, seeds)
-        if (not names or method.name in names) and key not in done
+        if (not names or method.name in names) and (not rates or key.rate in rates) and key not in done
     ]
     for method, key in left[:most]:
         records.once(key, partial(run, place, method, key))
