@@ -171,6 +171,9 @@ def prepare(
     if routes:
         _check_router(recipe, made, 1 + len(others))
     work = Work(recipe, folder, routes, has_pilot, is_one_of_several=bool(others))
+    share, parts = recipe.hold_out.share, len(work.new_parts)
+    if share * parts >= 1:
+        raise PlanError(Problem("nothing-left-to-learn", "hold_out.share", share=share, parts=parts))
     if has_pilot and "layers" not in record.kept:
         plan_candidates(source, checkpoint, work.candidates, recipe.ranking, recipe.running)
     stages = tuple(stages_of(work))
@@ -345,9 +348,6 @@ def _check_settings(recipe: Recipe) -> None:
             problems += error.problems
     if recipe.training.routed:
         problems.append(Problem("routed-before-router", "training.routed"))
-    parts = (recipe.route and bool(recipe.old)) + (not recipe.measure_new)
-    if recipe.hold_out.share * parts >= 1:
-        problems.append(Problem("nothing-left-to-learn", "hold_out.share", share=recipe.hold_out.share, parts=parts))
     problems += _texts_of_two_uses(recipe)
     if problems:
         raise PlanError(*problems)
@@ -356,10 +356,11 @@ def _check_settings(recipe: Recipe) -> None:
 def _texts_of_two_uses(recipe: Recipe) -> Iterator[Problem]:
     """Yield texts to measure on that are trained or calibrated on as well."""
     rehearsed = tuple(name for name in recipe.training.rehearse if name != ITSELF)
+    learned = {"--data": recipe.data, "--rehearse": rehearsed}
     uses = {
-        "measure_new": (recipe.measure_new, {"--data": recipe.data, "--rehearse": rehearsed, "--old": recipe.old}),
-        "measure_old": (recipe.measure_old, {"--data": recipe.data, "--rehearse": rehearsed, "--old": recipe.old}),
-        "--old": (recipe.old, {"--data": recipe.data, "--rehearse": rehearsed}),
+        "measure_new": (recipe.measure_new, learned | {"--old": recipe.old}),
+        "measure_old": (recipe.measure_old, learned | {"--old": recipe.old}),
+        "--old": (recipe.old, learned),
     }
     for measured, (texts, others) in uses.items():
         for option, trained in others.items():

@@ -518,7 +518,9 @@ def test_what_is_given_to_measure_on_is_not_set_aside(settings, texts, tmp_path)
 
 
 def test_what_cannot_be_routed_gets_no_router(settings, tmp_path):
-    recipe = resolve_recipe(settings | {"expansion.method": "depth", "expansion.layers": "last:1"})
+    # without a router half of the new text is still left to learn
+    changes = {"expansion.method": "depth", "expansion.layers": "last:1", "hold_out.share": 0.5}
+    recipe = resolve_recipe(settings | changes)
     job = prepare(recipe, tmp_path / "job")
     assert "route" not in [stage.name for stage in stages_of(job.work)]
     assert job.estimate.notes[0] == f"no router: {Problem('deepened-not-routed')}"
