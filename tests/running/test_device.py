@@ -28,7 +28,7 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
 from scale_surgery.progress import Progress
-from scale_surgery.running.device import choose_device
+from scale_surgery.running.device import choose_device, is_out_of_memory
 from tests.conftest import refused
 
 
@@ -122,3 +122,10 @@ def test_a_device_that_is_not_there_is_named_before_any_work(expanded, tmp_path,
     monkeypatch.undo()
     numbers = verify(expanded, record=False).to_json()["numbers"]
     assert numbers["device"] == RunOptions().placed().device, "the control: a check says where it ran"
+
+
+def test_memory_that_the_processor_lacks_is_memory() -> None:
+    with pytest.raises(RuntimeError) as full:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(full.value)
+    assert not is_out_of_memory(RuntimeError("shapes do not match")), "the control"

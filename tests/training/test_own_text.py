@@ -231,3 +231,14 @@ def test_generate_finds_what_it_drew_of_the_same_base(place: Path, tmp_path: Pat
     with edited(wide / "config.json") as content:
         content["rms_norm_eps"] = content["rms_norm_eps"] * 10
     assert write_samples_of(wide, tmp_path / "wide.jsonl", 3, settings).found == ""
+
+
+def test_a_record_names_texts_without_their_folders(place: Path, tmp_path: Path) -> None:
+    """It is published with the model, and folders are called as people and customers are."""
+    private = tmp_path / "alice-at-acme"
+    private.mkdir()
+    shutil.copy(place / "new.jsonl", private / "old.jsonl")
+    settings = replace(SELF, rehearse=(str(private / "old.jsonl"),))
+    done = train(place / "wide", [shutil.copy(place / "new.jsonl", private / "new.jsonl")], tmp_path / "out", settings)
+    record = (done.path / "surgery.json").read_text()
+    assert "alice-at-acme" not in record and '"old.jsonl"' in record
