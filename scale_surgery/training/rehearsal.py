@@ -132,9 +132,9 @@ def divergence_in_pieces(
                     expected = beside[0].logits(beside[0].hidden[:, positions], positions)
             else:
                 expected, logits = logits.chunk(2)
-            rows = [tensor[kept[:, positions]] for tensor in (logits, expected.detach())]
+            here = kept[:, positions]
             # a piece of padding alone has no mean
-            return Divergence.apply(*rows) * (len(rows[0]) / total) if len(rows[0]) else total.new_zeros(())
+            return divergence(logits, expected.detach(), here) * (here.sum() / total) if here.any() else total * 0.0
 
         return sum_of_pieces(tail.head, loss_of, pieces)
 

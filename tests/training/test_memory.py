@@ -38,7 +38,7 @@ def test_what_a_run_takes(tmp_path: Path) -> None:
     )
     # logits stand in memory a piece at a time
     whole = LOGIT_BYTES * 8 * 256 * 64_000
-    assert forecast(length=512) - forecast() < LOGIT_BYTES * LOGITS_AT_ONCE < whole / 3
+    assert forecast(length=512) - forecast() < LOGIT_BYTES * LOGITS_AT_ONCE < whole * 2 / 3
 
 
 def test_what_measuring_takes(tmp_path: Path) -> None:
