@@ -41,6 +41,7 @@ from scale_surgery.training.train import train
 
 if TYPE_CHECKING:
     from scale_surgery.checkpoint.headers import TensorInfo
+    from scale_surgery.learning.learned import Learned
     from scale_surgery.running.loss import Measurement
     from scale_surgery.show.console import Output
 
@@ -125,7 +126,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     tell = Teller(out)
     base, expanded, trained, stripped = (folder / name for name in ("biographies", "expanded", "trained", "stripped"))
     request = Request(layers=LAYERS)
-    _learn(folder, steps, out, tell)
+    learned = _learn(folder, steps, out, tell)
     tell("The same step by step, and what else can be done: look at the model", command("inspect", base))
     out.say(tables.render_inspection(inspect(base)))
     tell("Plan: nothing is written", command("plan", base, "--layers", LAYERS))
@@ -149,7 +150,7 @@ def demo(folder: Path, out: Output, *, steps: int = STEPS) -> Demo:
     identical = [file for file in files if _is_identical(base / file, stripped / file)]
     tensors, kept = len(open_checkpoint(SHIPPED_MODEL).tensors), count_kept_tensors(folder)
     passed = verification.passed and after.passed and reloaded.logits_bit_equal and identical == files
-    passed = passed and has_every_base(tensors, kept)
+    passed = passed and learned.verified and has_every_base(tensors, kept)
     result = Demo(
         folder, verification.passed, reloaded, lesson, after.passed, len(files), len(identical), tensors, kept, passed
     )
@@ -216,7 +217,7 @@ def _teach(folder: Path, steps: int, out: Output, tell: Teller) -> Evaluation:
     return evaluation
 
 
-def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
+def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> Learned:
     """Run the whole job with the command `learn`."""
     from scale_surgery.learning.tables import render_learned
 
@@ -239,7 +240,9 @@ def _learn(folder: Path, steps: int, out: Output, tell: Teller) -> None:
         "training.sequence_length": SEQUENCE_LENGTH,
         "training.learning_rate": rate,
     }
-    out.say(render_learned(learn(resolve_recipe(settings), folder / "job", track=out.track)))
+    learned = learn(resolve_recipe(settings), folder / "job", track=out.track)
+    out.say(render_learned(learned))
+    return learned
 
 
 def render_reloaded(reloaded: Reloaded) -> RenderableType:

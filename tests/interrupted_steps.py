@@ -30,7 +30,7 @@ from scale_surgery.checkpoint import staging
 from scale_surgery.cli import adopt, apply, compose, merge, plan, route_export  # noqa: F401
 from scale_surgery.cli.program import main as command_line
 from scale_surgery.deriving import planned
-from scale_surgery.errors import CheckpointError
+from scale_surgery.errors import CheckpointError, TrainingError
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.planning.request import Request
 from scale_surgery.running import drift  # noqa: F401
@@ -40,7 +40,7 @@ from scale_surgery.surgery.route import set_routing
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training import trainer  # noqa: F401
 from scale_surgery.training.run_folder import TrainingRun
-from scale_surgery.training.settings import EvalData, TrainingSettings
+from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import train
 
 # several shards, so that an interruption can fall between two
@@ -91,6 +91,16 @@ def train_and_die_at_the_end(model: Path, text: Path, output: Path, settings: Tr
     """Train, and die between the last checkpoint and the end of the run."""
     TrainingRun.finish = lambda self, log: os._exit(9)
     train(model, [text], output, settings, eval_data=EvalData(old=[old]))
+
+
+def train_on_a_full_disk(limit: int, model: Path, text: Path, output: Path, settings: TrainingSettings) -> None:
+    """Train where no file can be larger than the limit."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit,) * 2)
+    try:
+        train(model, [text], output, settings, start=TrainingStart(base_weights="link"))
+    except TrainingError as error:
+        sys.exit(str(error))
 
 
 def run_command(words: list[str]) -> None:

@@ -26,6 +26,7 @@ from benchmarks.harness import keep_gate_scores, learn, rehearse, stepping
 from benchmarks.language.packages import ENGLISH
 from benchmarks.language.text import write_texts
 from scale_surgery.biographies import people
+from scale_surgery.evidence.greedy import Prompts
 from scale_surgery.evidence.probe_file import EncodedProbes, Probe, read_probes
 from scale_surgery.evidence.probe_scores import ProbeAnswer, ask_probes, judge, score_answers
 from scale_surgery.progress import no_progress, no_track
@@ -153,7 +154,7 @@ class Place:
 def share_of_right(model: Any, tokenizer: Any, probes: Sequence[Probe]) -> dict[str, float]:
     """Return the share of right answers in each group of probes."""
     ids = tuple(tuple(tokenizer(probe.prompt)["input_ids"]) for probe in probes)
-    encoded = EncodedProbes(tuple(probes), ids, (LONGEST,) * len(ids), tokenizer)
+    encoded = EncodedProbes(probes, Prompts(ids, (LONGEST,) * len(ids), tokenizer))
     return _shares(ask_probes(model, encoded, ASKED_TOGETHER, SECONDS, no_progress).answers)
 
 

@@ -13,7 +13,16 @@ from pathlib import Path, PurePosixPath
 
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.foreign import GGUF_SUFFIX, load_gguf
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, as_unicode, is_inside, is_unicode
+from scale_surgery.checkpoint.names import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    SAMPLES_FILE,
+    TRAINING_FOLDER,
+    as_unicode,
+    is_inside,
+    is_unicode,
+)
 from scale_surgery.checkpoint.reading import other_kind
 from scale_surgery.errors import CheckpointError, Problem
 
@@ -113,6 +122,11 @@ def linked_parts(path: Path) -> list[str]:
     """Return links that are not followed but have the name of a part of a model, such as its tokenizer."""
     linked = [*(name for name in list_files(path) if is_left_link(path, name)), *links_that_are_no_files(path)]
     return [name for name in linked if "/" not in name and name.endswith(PARTS)]
+
+
+def is_private(path: Path, name: str) -> bool:
+    """Return True if a file is not published with a model: what stays behind, and samples, which begin with prompts."""
+    return stays_behind(path, name) or name == f"{TRAINING_FOLDER}/{SAMPLES_FILE}"
 
 
 def stays_behind(path: Path, name: str) -> bool:

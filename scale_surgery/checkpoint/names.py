@@ -19,6 +19,10 @@ STOCK_FILE = "merge.json"
 # index of an extract, under a name that no loader takes for a whole model
 STORED_INDEX = "expanded.index.json"
 TRAINING_FOLDER = "training"
+# what a base wrote for its own rehearsal, in that folder
+SAMPLES_FILE = "rehearsal.jsonl"
+# the settings of a run, in that folder
+SETTINGS_FILE = "settings.json"
 LOG_FILE = "log.jsonl"
 # record of a job of learn; its models are in subfolders
 JOB_FILE = "learn.json"
@@ -26,7 +30,7 @@ JOB_FILE = "learn.json"
 REPORTS_FOLDER = f"{TRAINING_FOLDER}/runs"
 # weights in formats that this program does not read; transformers prefers safetensors
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-OTHER_WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".onnx")
+OTHER_WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite")
 
 # code files of every expanded checkpoint
 CODE_FILES = (

@@ -57,6 +57,10 @@ class Numbering:
         """Return the position of a base layer: its number plus the number of copies below it."""
         return layer + sum(copied < layer for copied in self.copied)
 
+    def numbers(self, name: str) -> bool:
+        """Return True if a name has the number of a layer."""
+        return self._pattern.fullmatch(name) is not None
+
     def stored(self, name: str) -> str:
         """Return the name of a tensor in the files."""
         match = self._pattern.fullmatch(name)
@@ -97,9 +101,3 @@ def numbering_of(specs: Mapping[str, Any] | None) -> Numbering | None:
 
 def _is_word(name: object) -> bool:
     return isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
-
-
-def stored_name(specs: Mapping[str, Any], name: str) -> str:
-    """Return the name of a tensor in the files of a model with these specifications, with or without copies."""
-    numbering = numbering_of(specs)
-    return name if numbering is None else numbering.stored(name)

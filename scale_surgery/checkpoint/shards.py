@@ -74,14 +74,8 @@ def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
     return len(text).to_bytes(8, "little") + text, ordered
 
 
-def write_shard(file: Path, entries: Iterable[Entry], advance: Progress = no_progress) -> None:
-    """Write a safetensors file atomically."""
-    header, ordered = make_header(entries)
-    write_pieces(file, header, ordered, advance)
-
-
 def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: Progress = no_progress) -> None:
-    """Write a header and its tensors in order."""
+    """Write a safetensors file atomically: a header and its tensors in order."""
     with finished_file(file) as temporary, temporary.open("wb") as stream:
         stream.write(header)
         for entry in ordered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,3 +81,4 @@ def compare_command(
     )
     out.show(done, render_comparison(done))
     out.say(sentence(f"The page: {output / PAGE}", "dim"))
+    sys.exit(0 if done.rows else 1)

@@ -97,6 +97,14 @@ def evaluate_command(
         raise click.UsageError(f"{missing}. {NO_OLD_TEXT}")
     if not (old and new) and any(file.suffix.lower() in PICTURES for file in outputs):
         raise click.UsageError("A picture needs --old and --new: the plane has an axis for each.")
+    usual = EvaluationSettings.python_seconds
+    unread = {
+        "--run-python": settings.run_python and not settings.probes_file,
+        "--python-seconds": settings.python_seconds != usual and not settings.probes_file,
+        "--max-new-tokens": settings.max_new_tokens is not None and not (settings.probes_file or settings.instructions),
+    }
+    if names := [option for option, is_unread in unread.items() if is_unread]:
+        raise click.UsageError(f"{', '.join(names)}: nothing reads this without --probes or --instructions.")
     probes = [] if settings.probes_file is None else [settings.probes_file]
     asked = [] if settings.instructions in (None, SHIPPED) else [settings.instructions]
     check_output_files(outputs, [*models, *paths_of([*old, *new, *asked]), *probes])

@@ -40,6 +40,7 @@ from scale_surgery.learning.hold_out import (
     HoldOutSettings,
     hold_out,
     text_files,
+    texts_of_two_uses,
 )
 from scale_surgery.learning.job_record import check_job_folder, clear_folder
 from scale_surgery.progress import Steps, Track, no_track
@@ -122,12 +123,14 @@ def compare(
     from scale_surgery.training.allocator import keep_freed_memory
     from scale_surgery.training.arguments import is_cpu
 
-    if problems := [*range_problems(settings), *choice_problems(settings, "methods")]:
+    files = {"new": list(map(str, listed(data))), "old": list(map(str, listed(old)))}
+    problems = [*range_problems(settings), *choice_problems(settings, "methods")]
+    if problems := [*problems, *texts_of_two_uses({"--old": (files["old"], {"--data": files["new"]})})]:
         raise PlanError(*problems)
     check_methods(settings.methods)
     if is_cpu(run):
         keep_freed_memory()
-    folder, files = Path(output), {"new": list(map(str, listed(data))), "old": list(map(str, listed(old)))}
+    folder = Path(output)
     every = [name for side in files.values() for name in side]
     check_job_folder(folder, RECORD, BEFORE, {str(path): path for path in (Path(model), *paths_of(every))})
     place = Place.open(find_source(model, start.revision), folder, settings, run)

@@ -56,6 +56,8 @@ def costs_of(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 def advice(comparison: Comparison) -> str:
     """Return a sentence on the method to take."""
     row, best = comparison.choice, comparison.best
+    if not comparison.rows:
+        return "No method could be trained: see the reasons."
     if row is None or best is None:
         return "No method learned the new text: give --tokens a higher number, or look at the text."
     beside = "It learned most too" if best is row else f"Most was learned by {best.method}: {_change(best)}"

@@ -21,13 +21,12 @@ from scale_surgery.progress import Progress
 from scale_surgery.running.gates import gated_blocks, keeping_scores
 from scale_surgery.running.pieces import Tail
 from scale_surgery.text.sequences import Sequences
-from scale_surgery.text.tokenizing import collate
 from scale_surgery.training.allocator import container_memory
 from scale_surgery.training.arguments import warmup_steps
 from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.gates import loss_of_gates
 from scale_surgery.training.pilot import share_of_rate
-from scale_surgery.training.rehearsal import BaseModel, Rehearsal, divergence_from_base, order_of_pass
+from scale_surgery.training.rehearsal import BaseModel, Rehearsal, divergence_from_base, shuffled_batch
 from scale_surgery.training.settings import TrainingSettings
 
 POLL_SECONDS = 0.05
@@ -54,12 +53,7 @@ class Lesson:
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the batch of a step; each pass over the texts is shuffled anew."""
-        size = self.settings.batch_size
-        return collate([self.texts[self._place(row)] for row in range(step * size, (step + 1) * size)])
-
-    def _place(self, row: int) -> int:
-        number, place = divmod(row, len(self.texts))
-        return int(order_of_pass(len(self.texts), self.settings.seed + number)[place])
+        return shuffled_batch(self.texts, step, self.settings.batch_size, self.settings.seed)
 
 
 @dataclass

@@ -193,7 +193,11 @@ def base_config(checkpoint: Checkpoint) -> dict[str, Any]:
     if auto_map := _recorded_code(checkpoint):
         plain["auto_map"] = auto_map
     # a fused model has sizes of base and expansion together, and records those of the base
-    sizes = config[CONFIG_KEY].get(STOCK_KEY, {})
+    sizes, nested = config[CONFIG_KEY].get(STOCK_KEY, {}), plain.get("text_config")
+    if isinstance(nested, Mapping):
+        inside = {key: value for key, value in sizes.items() if key in nested and key not in plain}
+        plain["text_config"] = {**nested, **inside}
+        sizes = {key: value for key, value in sizes.items() if key not in inside}
     plain = {key: value for key, value in (plain | sizes).items() if value is not None or key not in sizes}
     return plain | {"model_type": stock_type(config.get("model_type"))}
 

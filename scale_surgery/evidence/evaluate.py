@@ -108,7 +108,10 @@ def evaluate(
         CheckpointError: If a model cannot be found or loaded.
         PlanError: If a setting is out of range, or an expansion has no strength.
     """
-    if unfit := problems_of(settings):
+    unfit, most = problems_of(settings), settings.max_forgetting
+    if settings.probes_file is not None and most is not None and most > 1:
+        unfit.append(Problem("value-unfit", "--max-forgetting", value=most, kind="a share from 0 to 1, with --probes"))
+    if unfit:
         raise PlanError(*unfit)
     old_files, new_files = listed(old), listed(new)
     documents = read_sides({"old": old_files, "new": new_files})

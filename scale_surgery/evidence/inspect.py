@@ -196,7 +196,8 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     is_base = CONFIG_KEY not in checkpoint.config
     base = read_base(checkpoint, run) if is_base else None
     quantised = None if base is None else quantisation_of(base)
-    sizes = sizes if base is None else base.sizes
+    has_own_head = _has_own_head(checkpoint) if base is None else base.facts.has_own_head
+    sizes = replace(sizes, is_tied=sizes.is_tied and not has_own_head) if base is None else base.sizes
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
     for info in checkpoint.tensors.values():
@@ -216,10 +217,17 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         expanded=None if is_base else _summarise(checkpoint, str(model)),
         quantisation=None if quantised is None else str(quantised),
         not_loaded=() if base is None else base.facts.not_loaded,
-        has_own_head=base is not None and base.facts.has_own_head,
+        has_own_head=has_own_head,
         remarks=() if base is None else remarks_on(base.facts),
         not_found=() if base is None else tuple(map(str, base.not_found)),
     )
+
+
+def _has_own_head(expanded: Checkpoint) -> bool:
+    """Return what was recorded of the base's head."""
+    file = expanded.path / MANIFEST_FILE
+    expansions = read_stored(file).expansions if file.is_file() else {}
+    return any(expansion.facts.has_own_head for expansion in expansions.values())
 
 
 def _tied_copy(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes) -> int:

@@ -77,7 +77,7 @@ def check_files(folder: Folder, base: Checkpoint | None, advance: Progress = no_
         code=tuple(map(str, damage.code)),
         foreign_code=manifest.foreign_code,
         unreleased_code=tuple(_unreleased(folder)),
-        fingerprint=_fingerprint(manifest, {**damage.hashes, **expansion}),
+        fingerprint=fingerprint_of(manifest, {**damage.hashes, **expansion}),
         is_loadable=not damage.missing and len(damage.hashes) == len(manifest.base_tensors),
         nonzero=tuple(_changed_guards(folder, advance)),
         trained=tuple(name for name, digest in expansion.items() if began.get(name) != digest),
@@ -86,7 +86,8 @@ def check_files(folder: Folder, base: Checkpoint | None, advance: Progress = no_
     )
 
 
-def _fingerprint(manifest: Manifest, hashes: Mapping[str, str]) -> str:
+def fingerprint_of(manifest: Manifest, hashes: Mapping[str, str]) -> str:
+    """Return the sha256 of what a certificate is about: tensors by their hashes, router, form and code."""
     routing = None if manifest.routing is None else manifest.routing.settings
     text = json.dumps([hashes, routing, manifest.fused is None, manifest.code], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

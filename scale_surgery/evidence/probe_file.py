@@ -47,24 +47,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class EncodedProbes:
-    """Probes in the tokens of a model.
+    """Probes, and their prompts in the tokens of a model."""
 
-    Attributes:
-        probes: The probes.
-        ids: Token ids of each prompt.
-        lengths: Most new tokens of each answer.
-        tokenizer: Tokenizer that decodes answers.
-    """
-
-    probes: tuple[Probe, ...]
-    ids: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...]
-    tokenizer: Any
-
-    @property
-    def prompts(self) -> Prompts:
-        """Their prompts."""
-        return Prompts(self.ids, self.lengths, self.tokenizer)
+    probes: Sequence[Probe]
+    prompts: Prompts
 
 
 def read_probes(file: Path | None, *, run_python: bool) -> tuple[Probe, ...]:
@@ -114,7 +100,7 @@ def encode_probes(probes: Sequence[Probe], subject: Subject, tokenizer: Any, new
     ]
     if problems:
         raise DataError(*problems)
-    return EncodedProbes(tuple(probes), tuple(map(tuple, ids)), tuple(lengths), tokenizer)
+    return EncodedProbes(probes, Prompts(ids, lengths, tokenizer))
 
 
 def _context(subject: Subject) -> Mapping[str, Any]:

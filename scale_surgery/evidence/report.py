@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.folder import read_json
+from scale_surgery.checkpoint.names import LOG_FILE, SETTINGS_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import CheckpointError, PlanError, Problem, name_some
@@ -89,7 +90,7 @@ def report(
         layers=by_layer(tensors),
         streams=streams,
         runs=manifest.training,
-        log=tuple(_read_log(path)),
+        log=tuple(_read_log(folder)),
         notes=tuple(_notes(manifest, comparison, streams, state)),
     )
 
@@ -108,9 +109,16 @@ def _check_tensors(folder: Folder) -> None:
         raise CheckpointError(Problem("shards-damaged", folder.path, *problems))
 
 
-def _read_log(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Generate the log of the last training run, without truncated lines and lines without numbers."""
-    file = path / TRAINING_FOLDER / LOG_FILE
+def _read_log(folder: Folder) -> Iterator[Mapping[str, Any]]:
+    """Generate the log of the last training run, without truncated lines and lines without numbers.
+
+    The log of a folder of several expansions is of the one that was trained last.
+    """
+    training = folder.path / TRAINING_FOLDER
+    settings = training / SETTINGS_FILE
+    if folder.whole is not None and settings.is_file() and read_json(settings).get("name") != folder.manifest.name:
+        return
+    file = training / LOG_FILE
     lines = read_bytes(file, most=sys.maxsize).decode("utf-8", errors="replace").splitlines() if file.is_file() else []
     for line in lines:
         try:

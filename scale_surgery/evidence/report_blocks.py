@@ -68,9 +68,13 @@ class Comparison:
         if not stored.isfinite().all():
             self.spoiled.append(tensor.name)
         is_trained = self._is_trained(tensor)
-        now = self._split(located, self._by_rows(tensor.block, stored))
-        start = self._split(located, self._by_rows(tensor.block, self._start_of(tensor))) if is_trained else now
         roles = linear.roles if linear is not None else (_place_of(self.plan, tensor),)
+        # a gate is one for all roles of a fused projection
+        split = located
+        if tensor.block == "gate":
+            split, roles = None, ("+".join(roles),)
+        now = self._split(split, self._by_rows(tensor.block, stored))
+        start = self._split(split, self._by_rows(tensor.block, self._start_of(tensor))) if is_trained else now
         base_norms = self._base_norms(located, tensor) or [None] * len(roles)
         originals = self._originals(located, tensor) or [None] * len(roles)
         for role, value, before, base_norm, original in zip(roles, now, start, base_norms, originals, strict=True):
@@ -147,6 +151,8 @@ def _place_of(plan: Plan, tensor: TensorPlan) -> str:
     if tensor.layer is not None and len(tensor.shape) > 1:
         # parallel to a block that runs unchanged
         return "beside"
+    if tensor.block == "gate":
+        return "head"
     if len(tensor.shape) < 2:
         return "norm"
     is_embedding = tensor.source == plan.embedding

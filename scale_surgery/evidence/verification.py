@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from scale_surgery.checkpoint.files import plain_json
+from scale_surgery.checkpoint.names import as_unicode
 from scale_surgery.evidence.promises import Promise
 from scale_surgery.modeling.expanded_routers import Router
 
@@ -67,7 +68,7 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as plain JSON values; the path is reduced to the folder's name."""
-        content = asdict(replace(self, path=Path(self.path.resolve().name)))
+        content = asdict(replace(self, path=Path(as_unicode(self.path.resolve().name))))
         del content["recorded"]
         # JSON has no NaN, so a drift of NaN becomes the text "NaN"
         return plain_json(content)

@@ -105,7 +105,10 @@ def verify(
     if reason is None and probes is not None:
         numbers = _run_probes(folder, given, probes, run, track)
     result = replace(_judge(folder, integrity, numbers, facts, required), not_run=reason)
-    return replace(result, recorded=record and _record(path, manifest, result))
+    # the record is about all that is claimed, whatever was asked for
+    required_by_claim, passed = decide(result.promises, (), result.problems)
+    whole = replace(result, required=required_by_claim, passed=passed)
+    return replace(result, recorded=record and _record(path, manifest, whole))
 
 
 def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Checkpoint | None:

@@ -60,8 +60,7 @@ def check_integrity(folder: Folder, advance: Progress = no_progress) -> Integrit
     manifest = folder.manifest
     # what the folder says of all its expansions is checked for all, whichever are looked at
     planned, whole = manifest.planned, folder.of_all
-    files, hashes = _hash_base(folder, advance)
-    expansion = hash_parts(folder, planned, advance)
+    files, hashes, expansion = _hash_all(folder, planned, advance)
     missing = _damaged(folder, planned)
     return IntegrityReport(
         base=base_problems(folder, Sums(files, hashes)),
@@ -102,8 +101,10 @@ def refuse_damaged(folder: Folder, track: Track, also: Iterable[Problem] = (), *
         raise CheckpointError(Problem("folder-damaged", folder.path, *problems))
 
 
-def _hash_base(folder: Folder, advance: Progress) -> tuple[dict[str, str], dict[str, str]]:
-    """Hash the base's files, by their names in the folder, and its tensors; missing ones are left out."""
+def _hash_all(
+    folder: Folder, planned: Mapping[str, TensorPlan], advance: Progress
+) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Hash the base's files, by their names in the folder, its tensors and the expansion's; none that is missing."""
     manifest = folder.manifest
     names = dict.fromkeys(file.stored_as for file in manifest.base_files.values() if file.stored_as is not None)
     there = [name for name in names if name not in manifest.joined_shards and (folder.path / name).is_file()]
@@ -113,8 +114,9 @@ def _hash_base(folder: Folder, advance: Progress) -> tuple[dict[str, str], dict[
     files, tensors = sums.files, sums.tensors
     files |= hash_stored(folder.path, manifest, [name for name in there if name not in files], advance)
     parts = _base_parts(manifest)
-    tensors |= hash_parts(folder, [name for name in parts if name not in tensors], advance)
-    return files, {name: tensors[name] for name in parts if name in tensors}
+    tensors |= hash_parts(folder, [*(name for name in parts if name not in tensors), *planned], advance)
+    base, expansion = ({name: tensors[name] for name in some if name in tensors} for some in (parts, planned))
+    return files, base, expansion
 
 
 def _base_parts(manifest: Manifest) -> dict[str, str]:
@@ -130,14 +132,8 @@ def base_problems(folder: Folder, sums: Sums) -> tuple[Problem, ...]:
 
 
 def _tensor_problems(record: Manifest, hashes: Mapping[str, str]) -> list[Problem]:
-    problems = []
-    for name, base_name in _base_parts(record).items():
-        digest = record.base_hashes[base_name]
-        if name not in hashes:
-            problems.append(Problem("tensor-missing", name))
-        elif hashes[name] != digest:
-            problems.append(Problem("tensor-changed", name, found=hashes[name], recorded=digest))
-    return problems
+    recorded = {name: record.base_tensors[base].sha256 for name, base in _base_parts(record).items()}
+    return list(_changed(hashes, recorded))
 
 
 def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[Problem]:
@@ -152,8 +148,12 @@ def _spoiled(manifest: Manifest, hashes: Mapping[str, str]) -> Iterator[Problem]
 def _spoiled_matrices(folder: Folder) -> Iterator[Problem]:
     """Generate a problem for each tensor that fusing made of base and expansion, if it changed since."""
     made = {} if folder.manifest.fused is None else folder.manifest.fused["made"]
-    hashes = hash_tensors(folder, [name for name in made if name in folder.tensors])
-    for name, digest in made.items():
+    return _changed(hash_tensors(folder, [name for name in made if name in folder.tensors]), made)
+
+
+def _changed(hashes: Mapping[str, str], recorded: Mapping[str, str]) -> Iterator[Problem]:
+    """Generate a problem for each tensor that is missing or has another sha256 than recorded."""
+    for name, digest in recorded.items():
         if name not in hashes:
             yield Problem("tensor-missing", name)
         elif hashes[name] != digest:

@@ -86,10 +86,11 @@ def hash_parts(folder: Folder, names: Iterable[str], advance: Progress = no_prog
     """Hash base tensors and blocks, by name; missing ones are left out."""
     if folder.manifest.fused is None:
         return hash_tensors(folder, [name for name in names if name in folder.tensors], advance)
-    readers, hashes = part_readers(folder), {}
-    for name in names:
-        if name in readers:
-            content = tensor_bytes(readers[name]())
+    hashes, wanted = {}, set(names)
+    # the pieces of a matrix follow each other, so that it is read once
+    for name, read in part_readers(folder).items():
+        if name in wanted:
+            content = tensor_bytes(read())
             hashes[name] = hashlib.sha256(content).hexdigest()
             advance(len(content))
     return hashes

@@ -358,8 +358,9 @@ def _check_fused(manifest: Manifest) -> None:
         for name, record in manifest.expansions.items()
         for key in ("tensors", "trained")
     }
+    planned = manifest.planned
     for place, tensors in known.items():
-        if unknown := [name for name in tensors if name not in manifest.planned]:
+        if unknown := [name for name in tensors if name not in planned]:
             raise RecordError(Problem("record-tensor-unknown", f"expansions.{place}", names=unknown))
     held = {name for record in manifest.joined_shards.values() for name in parse_json(record["header"])}
     if missing := [name for name in manifest.base_tensors if name not in held]:

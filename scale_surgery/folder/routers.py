@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from scale_surgery.checkpoint.expansions import BASE_NAME, DEFAULT_NAME, PRESERVE_NAME, ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint
+from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.records import RecordError, reading
@@ -134,6 +135,8 @@ def routing_of(model: str | Path, checkpoint: Checkpoint) -> tuple[Router, tuple
     router = router_of(specs)
     if router is None:
         raise CheckpointError(Problem("model-unrouted", model))
+    if any(expansion.get("fused") for expansion in specs_of_expansions(specs)):
+        refuse_form(model, "fused", "expanded")
     return router, sides_of(router, specs)
 
 

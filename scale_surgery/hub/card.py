@@ -24,7 +24,6 @@ from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 
 if TYPE_CHECKING:
-    from scale_surgery.evidence.verification import Verification
     from scale_surgery.folder.record import ExpansionRecord
     from scale_surgery.hub.repository import Contents
     from scale_surgery.planning.plan import Plan
@@ -53,6 +52,7 @@ class CardFacts:
     is_fused: bool
     drift: str | None
     tool: Mapping[str, str]
+    strengths: Mapping[str, float]  # of each expansion, in the folder
     runs: Sequence[Mapping[str, Any]]
     has_curves: bool
     promises: Sequence[tuple[str, str, str]]  # name, result, evidence; empty without verification
@@ -112,6 +112,7 @@ def card_facts(
     has_own_code = plan is not None and bool(plan.architecture.own_code)
     is_plain_code = contents.form == "stock" or (manifest is not None and not manifest.code)
     training = {name: expansion.training for name, expansion in held.items()} or {"": record.get("training", ())}
+    strengths = {name: expansion.strength for name, expansion in held.items()} or {"": record.get("strength", 1.0)}
     description = about.description(
         requests[0],
         is_stock=contents.form == "stock",
@@ -129,12 +130,13 @@ def card_facts(
         variants=list(dict.fromkeys(str(request.variant) for request in requests)),
         description=description if len(plans) < 2 else "",
         expansions=plans,
-        rows=_rows(about, record, held),
+        rows=_rows(about, record, held, next(iter(strengths.values()))),
         router=None if manifest is None or manifest.routing is None else describe_router(manifest.routing),
         is_fused=record.get("fused") is not None,
         drift=_drift((record.get("fused") or record).get("drift")),
         tool=record.get("tool", {}),
-        runs=list(_runs(training)),
+        runs=list(_runs(training, strengths)),
+        strengths=strengths,
         has_curves="training/curves.png" in contents.files,
         promises=_promises(certificate),
         checked_with=_checked_with(certificate),
@@ -144,14 +146,6 @@ def card_facts(
         sources=list(dict.fromkeys(each.source for each in cards)),
         citations=list(dict.fromkeys(CARDS[name].citation for each in cards for name in each.cites)),
     )
-
-
-def current_certificate(recorded: Mapping[str, Any] | None, checked: Verification | None) -> Mapping[str, Any] | None:
-    """Return the certificate of the present tensors, router and code; None if nothing was checked."""
-    if checked is None:
-        return None
-    is_current = recorded is not None and recorded.get("fingerprint") == checked.fingerprint
-    return recorded if is_current else checked.to_json()
 
 
 def _card_data(facts: CardFacts, licence: Mapping[str, Any]) -> Any:
@@ -166,14 +160,13 @@ def _card_data(facts: CardFacts, licence: Mapping[str, Any]) -> Any:
 
 
 def _rows(
-    about: MethodCard, record: Mapping[str, Any], held: Mapping[str, ExpansionRecord]
+    about: MethodCard, record: Mapping[str, Any], held: Mapping[str, ExpansionRecord], strength: float
 ) -> Sequence[tuple[str, str]]:
     """Return the rows of the only expansion, or of a stock export."""
     if len(held) > 1:
         return ()
     expansion = next(iter(held.values()), None)
     rows = _stock_rows(record) if expansion is None else about.card_rows(expansion.plan)
-    strength = record.get("strength", 1) if expansion is None else expansion.strength
     return rows if strength == 1 else [*rows, ("strength", f"{strength:g} of what was learned; 0 is the base")]
 
 
@@ -194,7 +187,9 @@ def _drift(drift: Mapping[str, Any] | None) -> str | None:
     return f"{differ} on {counted(drift['tokens'], 'token')} ({plain(drift['dtype'])})"
 
 
-def _runs(training: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
+def _runs(
+    training: Mapping[str, Sequence[Mapping[str, Any]]], strengths: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
     """Generate the facts of each training run on the card."""
     number = 0
     for expansion, runs in training.items():
@@ -213,6 +208,7 @@ def _runs(training: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[
                 "is_adopted": "adopted" in run,
                 "is_unseen": run.get("base_compared") == 0,
                 "is_routed": bool(settings.get("routed")),
+                "strength": strengths[expansion],
                 "rehearsed": rehearsed_text(run),
                 "measured": _measured(run.get("measured") or {}),
             }
@@ -248,7 +244,7 @@ def _verdict(promise: Mapping[str, Any], *, is_required: bool) -> str:
         return "not checked"
     if promise["holds"]:
         return "holds" if promise["claimed"] or is_required else "holds (unclaimed)"
-    return "**BROKEN**" if is_required else "not claimed"
+    return "**BROKEN**" if is_required or promise["claimed"] else "not claimed"
 
 
 def _checked_with(certificate: Mapping[str, Any] | None) -> list[str]:

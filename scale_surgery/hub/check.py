@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.names import STOCK_FILE
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.evidence.verification import Verification
+from scale_surgery.evidence.integrity import fingerprint_of
 from scale_surgery.evidence.verify import verify
 from scale_surgery.folder.extract_folder import check_own_files, open_extract
+from scale_surgery.folder.parts import hash_parts
 from scale_surgery.hub.repository import CARD_FILE, Contents, names_code
 from scale_surgery.progress import Track
 
 
-def check_contents(contents: Contents, track: Track) -> Verification | None:
-    """Check a folder by its files alone; return the verification of an expanded folder, and None for other forms."""
+class Checked(NamedTuple):
+    """The certificate of the present tensors, router and code, or None if there is none; and warnings."""
+
+    certificate: Mapping[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def check_contents(contents: Contents, track: Track) -> Checked:
+    """Check a folder by its files alone."""
+    recorded: Mapping[str, Any] = contents.record.get("verification") or {}
     if contents.form == "extract":
-        check_own_files(open_extract(contents.path), track)
-        return None
+        extract = open_extract(contents.path)
+        check_own_files(extract, track)
+        manifest = extract.manifest
+        # of the whole model, with the base that was recorded
+        present = fingerprint_of(manifest, {**manifest.base_hashes, **hash_parts(extract, manifest.planned)})
+        return Checked(recorded if recorded.get("fingerprint") == present else None)
     if contents.form == "stock":
         _check_stock(contents, track)
-        return None
+        return Checked()
     result = verify(contents.path, probes=None, record=False, track=track)
     if not result.passed:
         broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
         lines = dict.fromkeys([*result.problems, *(line for promise in broken for line in promise.problems)])
         _refuse("push-unverified", contents, [Problem("verify-finding", text=line.removesuffix(".")) for line in lines])
-    return result
+    is_current = recorded.get("fingerprint") == result.fingerprint
+    return Checked(recorded if is_current else result.to_json(), result.warnings)
 
 
 def _check_stock(contents: Contents, track: Track) -> None:

@@ -19,8 +19,8 @@ from scale_surgery.checkpoint.forms import Form
 from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, STOCK_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import HubError, Problem
-from scale_surgery.hub.card import current_certificate, make_card
-from scale_surgery.hub.check import check_contents
+from scale_surgery.hub.card import make_card
+from scale_surgery.hub.check import Checked, check_contents
 from scale_surgery.hub.client import check_repo_id, hub_errors, look_at
 from scale_surgery.hub.repository import (
     CARD_FILE,
@@ -41,7 +41,6 @@ from scale_surgery.progress import Track, no_track
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
 
-    from scale_surgery.evidence.verification import Verification
 
 MESSAGES: dict[Form, str] = {
     "expanded": "Push an expanded model with scale-surgery",
@@ -139,7 +138,7 @@ def push(
 
     with asking():
         info = look_at(api, repo, how)
-    checked = check_contents(contents, track) if how.check else None
+    checked = check_contents(contents, track) if how.check else Checked()
     with tempfile.TemporaryDirectory() as place:
         target = Path(place)
         card = _choose_card(contents, repo, how, checked, api, info)
@@ -148,8 +147,7 @@ def push(
             with asking():
                 _refuse_mixture(api, plan, how, info, contents)
                 _check_card(card)
-        warnings = () if checked is None else checked.warnings
-        plan = replace(plan, obstacle=next(iter(obstacles), None), notes=(*card.notes, *warnings))
+        plan = replace(plan, obstacle=next(iter(obstacles), None), notes=(*card.notes, *checked.warnings))
         # what is sent is what was checked
         check_unchanged(contents.stamps)
         if dry_run:
@@ -163,7 +161,7 @@ def _choose_card(
     contents: Contents,
     repo: str,
     how: Push,
-    checked: Verification | None,
+    checked: Checked,
     api: HfApi,
     info: ModelInfo | None,
 ) -> Card:
@@ -185,8 +183,7 @@ def _choose_card(
                 )
                 return Card(None, "kept", (note,))
     base_file = contents.free_name if contents.base_card == CARD_FILE else contents.base_card
-    certificate = current_certificate(contents.record.get("verification"), checked)
-    return make_card(contents, repo, base_text, base_file, certificate, how.license)
+    return make_card(contents, repo, base_text, base_file, checked.certificate, how.license)
 
 
 def _refuse_licence(how: Push, place: object) -> None:

@@ -25,7 +25,7 @@ from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.forms import RECORDS, Form, form_of, refuse_form
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.licence import LICENCE_KEYS
-from scale_surgery.checkpoint.listing import is_left_link, list_files, stays_behind
+from scale_surgery.checkpoint.listing import is_left_link, is_private, list_files
 from scale_surgery.checkpoint.names import (
     EXTRACT_FILE,
     MANIFEST_FILE,
@@ -136,7 +136,7 @@ def read_contents(path: Path) -> Contents:
     # nobody vouches for what an extract does not list
     strays = (name for name in names if name not in known and (is_part_of_a_model(name) or names_code(path, name)))
     foreign = checkpoint.left_out if checkpoint else tuple(strays)
-    stays = {name for name in names if stays_behind(path, name) or name.endswith(UNFINISHED_SUFFIXES)} - known
+    stays = {name for name in names if is_private(path, name) or name.endswith(UNFINISHED_SUFFIXES)} - known
     left_out = tuple(name for name in names if name in foreign or name in stays)
     left_out += tuple(name for name in foreign if name not in names)
     files = tuple(name for name in names if name not in left_out)

@@ -218,25 +218,27 @@ def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> To
 
 
 def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
-    texts, begun, documents = texts_in(parse_source(file)), list[TextSource](), list[Document]()
+    texts, begun = texts_in(parse_source(file)), list[TextSource]()
+    count, characters, sample, last, has_chat = 0, -1, "", None, False
     for text in texts:
         begun.append(text)
         # a file of JSON is read whole, as it may be one array
-        most = None if suffix_of(text.path) == ARRAY else SAMPLED_DOCUMENTS - len(documents)
-        documents += islice(read_text(text), most)
-        if len(documents) >= SAMPLED_DOCUMENTS:
+        most = None if suffix_of(text.path) == ARRAY else SAMPLED_DOCUMENTS - count
+        for last in islice(read_text(text), most):
+            words = last.prompt + last.text
+            count, characters = count + 1, characters + len(words) + 1
+            if last.chat is not None and not has_chat:
+                has_chat = True
+                ChatReader(tokenizer).read(last.chat, last.source)  # an unreadable chat is refused before any work
+            # texts may be larger than memory together
+            sample += f"{words[:SAMPLED_CHARACTERS]}\n" if len(sample) <= SAMPLED_CHARACTERS else ""
+        if count >= SAMPLED_DOCUMENTS:
             break
-    if not documents:
+    if last is None:
         raise DataError(Problem("texts-without-documents", file))
-    for document in documents:
-        if document.chat is not None:
-            ChatReader(tokenizer).read(document.chat, document.source)  # an unreadable chat is refused before any work
-            break
-    words = [document.prompt + document.text for document in documents]
-    sample = "\n".join(words)[:SAMPLED_CHARACTERS]
+    sample = sample[:-1][:SAMPLED_CHARACTERS]
     tokens = len(tokenizer(sample, verbose=False)["input_ids"])
-    characters = sum(map(len, words)) + len(words) - 1
-    share = 1.0 if len(documents) < SAMPLED_DOCUMENTS else _share(texts, begun, documents[-1])
+    share = 1.0 if count < SAMPLED_DOCUMENTS else _share(texts, begun, last)
     return TokenCount(max(1, round(tokens * characters / len(sample) / (share or 1.0))), is_least=share is None)
 
 

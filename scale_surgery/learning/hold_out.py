@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -26,7 +27,7 @@ from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed, choice_problems, problems_of
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.text.documents import Document, read_documents
-from scale_surgery.text.sources import parse_source, paths_of
+from scale_surgery.text.sources import TextSource, parse_source, paths_of
 
 TextSide = Literal["calibrate", "measure"]
 ASIDE: tuple[TextSide, ...] = get_args(TextSide)
@@ -37,6 +38,9 @@ ENOUGH_DOCUMENTS = 20
 LARGEST_SHARE = 0.5
 # characters of a short document, which limits how many documents are set aside
 USUAL_DOCUMENT = 20
+# parts of a long document that calibrate a router, and the fewest characters of one
+PIECES, SHORTEST_PIECE = 20, 200
+HASHED_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,28 @@ def hold_out(
     return HeldOut(target, *({part: numbers[part] for part in (LEARN, *ASIDE) if numbers[part]} for numbers in counted))
 
 
+def texts_of_two_uses(uses: Mapping[str, tuple[Sequence[str], Mapping[str, Sequence[str]]]]) -> Iterator[Problem]:
+    """Yield texts that are measured and have another use as well.
+
+    Args:
+        uses: By option, the texts that are measured, and others by their options that may have none of them.
+    """
+    for measured, (texts, others) in uses.items():
+        for option, used in others.items():
+            for name in texts:
+                if any(_share_text(parse_source(name), parse_source(other)) for other in used):
+                    yield Problem("text-of-two-uses", name, measured=measured, trained=option)
+
+
+def _share_text(one: TextSource, other: TextSource) -> bool:
+    """Return True if a file, or a dataset of the Hub, belongs to both, unless they name different parts of it."""
+    parts = ((getattr(one, name), getattr(other, name)) for name in ("column", "split", "config", "revision"))
+    if any(mine and theirs and mine != theirs for mine, theirs in parts):
+        return False
+    files, others = ({file.resolve() for file in text.files} for text in (one, other))
+    return bool(files & others) or (one.is_on_hub and one.name == other.name)
+
+
 def text_files(given: Sequence[str]) -> list[Path]:
     """The given files and those in folders; none for datasets of the Hub."""
     return [file for name in given for file in parse_source(name).files]
@@ -148,8 +174,15 @@ def _draw(files: Sequence[str], settings: HoldOutSettings, advance: Progress) ->
 
 
 def _hash(document: Document, seed: int) -> bytes:
-    content = json.dumps([seed, document.prompt, document.text]).encode()
-    return hashlib.blake2b(content, digest_size=16).digest()
+    """Hash the JSON text of seed, prompt and text; a piece at a time, since a text may be as large as memory."""
+    digest = hashlib.blake2b(f"[{seed}".encode(), digest_size=16)
+    for text in (document.prompt, document.text):
+        digest.update(b', "')
+        for start in range(0, len(text), HASHED_AT_ONCE):
+            digest.update(json.dumps(text[start : start + HASHED_AT_ONCE])[1:-1].encode())
+        digest.update(b'"')
+    digest.update(b"]")
+    return digest.digest()
 
 
 def _share_out(
@@ -207,17 +240,25 @@ def _pieces(document: Document, drawn: Drawn, settings: HoldOutSettings) -> Iter
         return
     bounds = [0, *_cut(document.text, drawn.ends, len(settings.parts)), len(document.text)]
     for part, start, end in zip((LEARN, *settings.parts), bounds, bounds[1:], strict=False):
-        if (text := document.text[start:end].strip("\n")).strip():
-            yield part, Document("", text, document.source)
+        text = document.text[start:end]
+        # a router is calibrated on several texts, since one has no standard error
+        cuts = _cut(text, 1 / PIECES, PIECES) if part == CALIBRATE and len(text) > PIECES * SHORTEST_PIECE else []
+        for first, last in pairwise([0, *cuts[1:], len(text)]):
+            if (piece := text[first:last].strip("\n")).strip():
+                yield part, Document("", piece, document.source)
 
 
 def _cut(text: str, share: float, count: int) -> list[int]:
     """Return the positions at which a text can be cut into shares: between paragraphs, lines or words."""
     size = max(1, math.floor(share * len(text)))
-    wanted = [max(0, len(text) - size * number) for number in range(count, 0, -1)]
+    wanted = [len(text) - size * number for number in range(count, 0, -1)]
+    # what rounding leaves belongs to the first end
+    wanted[0] = wanted[0] if wanted[0] >= count else 0
     for gap in ("\n\n", "\n", " "):
-        bounds = [text.rfind(gap, 0, place) + len(gap) if place else 0 for place in wanted]
-        # no end may have more than twice its size
-        if bounds[0] >= max(wanted[0] - size, 0) and len(set(bounds)) == count:
+        bounds = [place and text.rfind(gap, 0, place) + len(gap) for place in wanted]
+        # a gap lies before each place, and no end is longer than wanted by more than half
+        pairs = zip(bounds, wanted, strict=True)
+        fits = (bound == place == 0 or bound >= max(len(gap), place - size / 2) for bound, place in pairs)
+        if all(fits) and len(set(bounds)) == count:
             return bounds
     return []

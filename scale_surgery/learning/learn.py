@@ -32,7 +32,7 @@ from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem,
 from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
-from scale_surgery.learning.hold_out import text_files
+from scale_surgery.learning.hold_out import text_files, texts_of_two_uses
 from scale_surgery.learning.job_record import (
     Record,
     check_job_folder,
@@ -354,26 +354,16 @@ def _check_settings(recipe: Recipe) -> None:
 
 
 def _texts_of_two_uses(recipe: Recipe) -> Iterator[Problem]:
-    """Yield texts to measure on that are trained or calibrated on as well."""
+    """Yield texts to measure on that are trained or calibrated on, or of which new tokens are chosen, as well."""
     rehearsed = tuple(name for name in recipe.training.rehearse if name != ITSELF)
     learned = {"--data": recipe.data, "--rehearse": rehearsed}
+    chosen = {"--new-tokens-from": recipe.tokens.token_texts}
     uses = {
-        "measure_new": (recipe.measure_new, learned | {"--old": recipe.old}),
+        "measure_new": (recipe.measure_new, learned | {"--old": recipe.old} | chosen),
         "measure_old": (recipe.measure_old, learned | {"--old": recipe.old}),
         "--old": (recipe.old, learned),
     }
-    for measured, (texts, others) in uses.items():
-        for option, trained in others.items():
-            known = set(map(_which_text, trained))
-            for name in texts:
-                if _which_text(name) in known:
-                    yield Problem("text-of-two-uses", name, measured=measured, trained=option)
-
-
-def _which_text(name: str) -> tuple[object, ...]:
-    source = parse_source(name)
-    path = source.path.resolve() if source.is_here else source.path
-    return path, source.column, source.split, source.config, source.revision
+    return texts_of_two_uses(uses)
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Path]:

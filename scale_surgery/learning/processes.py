@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
 import signal
 import tempfile
@@ -57,7 +58,12 @@ def run_launched(words: Sequence[object], options: Sequence[str], *, quiet: bool
             process = {"rank": rank, "processes": given.num_processes}
             output = _written(folder, rank, "stderr")
             raise TrainingError(_ended(words[0], failure.exitcode, output, **process)) from error
-        return json.loads(_written(folder, 0, "stdout"))
+        # libraries may write to stdout too
+        output = _written(folder, 0, "stdout")
+        if (found := re.search(r"^\{", output, re.MULTILINE)) is None:
+            values = {"rank": 0, "processes": given.num_processes, "error": "it printed no result"}
+            raise TrainingError(Problem("process-failed", words[0], **values))
+        return json.JSONDecoder().raw_decode(output, found.start())[0]
 
 
 @contextmanager

@@ -84,16 +84,7 @@ class Recipe:
         return self.expansion.layers == AUTO
 
 
-SECTIONS: dict[str, type] = {
-    "hold_out": HoldOutSettings,
-    "ranking": RankingSettings,
-    "expansion": Request,
-    "tokens": TokenSource,
-    "training": TrainingSettings,
-    "routing": RouterOptions,
-    "calibration": CalibrationSettings,
-    "running": RunOptions,
-}
+SECTIONS: Mapping[str, type] = {name: field.kind for name, field in fields_of(Recipe).items() if not field.is_plain}
 # settings that stages fill in
 FILLED_BY_STAGES = {
     *("hold_out.parts", "expansion.new_tokens", "training.name"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.checkpoint.folder import read_json
-from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import LOG_FILE, SETTINGS_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.planned import load_plan, make_plan
@@ -50,7 +50,7 @@ from scale_surgery.surgery.expand import Expansion, expand
 from scale_surgery.surgery.route import Routed, route_export
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.result import Training
-from scale_surgery.training.run_folder import CURVES_FILE, NEW_LOSS, SETTINGS_FILE, read_log
+from scale_surgery.training.run_folder import CURVES_FILE, NEW_LOSS, read_log
 from scale_surgery.training.settings import EvalData, TrainingSettings, TrainingStart
 from scale_surgery.training.train import train
 
@@ -136,10 +136,11 @@ class Work:
 
     @property
     def tokens(self) -> TokenSource:
-        """Return the sources of new tokens: the text to learn, without its held-out part."""
+        """Return the sources of new tokens; of a text to learn, without its held-out part."""
         wanted = self.recipe.tokens
-        is_learned = set(wanted.token_texts) == set(self.recipe.data)
-        return replace(wanted, token_texts=tuple(self.to_learn)) if is_learned else wanted
+        others = [name for name in wanted.token_texts if name not in self.recipe.data]
+        is_learned = len(others) < len(wanted.token_texts)
+        return replace(wanted, token_texts=(*self.to_learn, *others)) if is_learned else wanted
 
     @property
     def training(self) -> TrainingSettings:

@@ -260,9 +260,10 @@ def left_over_quantisation(config: Mapping[str, Any], dtypes: Collection[str]) -
 
 
 def _dtypes(base: Base) -> set[str]:
-    """Dtypes of the tensors that a model is made of."""
+    """Dtypes of the tensors that a model is made of; names of packed experts are known to no class."""
     unread = [re.compile(pattern) for pattern in base.architecture.unread]
-    return {info.dtype for name, info in base.loaded.items() if not any(pattern.search(name) for pattern in unread)}
+    tensors = base.checkpoint.tensors
+    return {info.dtype for name, info in tensors.items() if not any(pattern.search(name) for pattern in unread)}
 
 
 def quantisation_config(config: Mapping[str, Any]) -> tuple[str, Any]:

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE
-from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
+from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.architecture import Architecture, Kind, numberless
 from scale_surgery.planning.base import Base
@@ -92,7 +93,9 @@ class Depth(Method):
     def specs(self, base: Base, request: Request, resolved: Resolved) -> Spec:
         """Which layers are copies."""
         check_depth_config(base.architecture, base.checkpoint.config, base.sizes.layers)
-        return build_depth_specs(base.architecture, resolved.layers)
+        specs = build_depth_specs(base.architecture, resolved.layers)
+        _check_tensors(base, resolved.layers, numbering_of(specs))
+        return specs
 
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
         """Every tensor of every copy."""
@@ -112,6 +115,18 @@ class Depth(Method):
             return "new layers write zero"
         tensors = "1 tensor of a new layer is" if changed == 1 else f"{changed} tensors of new layers are"
         return f"{tensors} not as at the start"
+
+
+def _check_tensors(base: Base, layers: Sequence[int], numbering: Numbering | None) -> None:
+    """Refuse tensors of copied layers that are not floats, and layers whose names on disk cannot be numbered anew."""
+    paths = [layer_path(base.architecture, base.prefix, layer) for layer in layers]
+    floats = FLOAT_DTYPES.values()
+    coded = [tensor.source for tensor in depth_tensors(base, layers) if base.loaded[tensor.source].dtype not in floats]
+    problems = [Problem("copies-not-floats", "--method depth", tensors=coded)] if coded else []
+    if numbering is not None and not numbering.numbers(f"{paths[0]}x"):
+        problems.append(Problem("layers-named-otherwise", "--method depth", path=paths[0]))
+    if problems:
+        raise PlanError(*problems)
 
 
 def build_depth_specs(architecture: Architecture, layers: Sequence[int]) -> Spec:

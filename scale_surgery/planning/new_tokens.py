@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from scale_surgery.checkpoint.files import as_json
+from scale_surgery.checkpoint.names import is_unicode
 from scale_surgery.checkpoint.reading import collector_paused
 from scale_surgery.errors import Problem
 from scale_surgery.fields import Range
@@ -68,7 +69,7 @@ def problems_of_tokens(new: object) -> list[Problem]:
         return [Problem("value-unfit", place, value=_shown(new), kind="NewTokens")]
     given = {"tokens": new.tokens, "merges": new.merges}
     for name, values in given.items():
-        if not isinstance(values, tuple) or not all(isinstance(value, str) and _is_text(value) for value in values):
+        if not isinstance(values, tuple) or not all(isinstance(value, str) and is_unicode(value) for value in values):
             return [Problem("value-unfit", f"{place}: {name}", value=_shown(values), kind="a tuple of texts")]
     problems = [Problem("token-blank", f"{place}: {token!r}") for token in new.tokens if not token.strip()]
     counts = Counter(new.tokens)
@@ -87,11 +88,6 @@ def problems_of_tokens(new: object) -> list[Problem]:
 
 def _shown(value: Any) -> str:
     return repr(value)[:60]
-
-
-def _is_text(value: str) -> bool:
-    """Return True if a text can be encoded; a lone surrogate cannot."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def extended_tokenizer(text: str, rows: int, new: NewTokens) -> str:

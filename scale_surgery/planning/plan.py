@@ -170,6 +170,11 @@ class Plan:
         return plain
 
 
+def base_title(name: str, revision: str | None) -> str:
+    """Return the name of a base, with its commit if known."""
+    return f"{name} at {revision}" if revision else name
+
+
 def plan_expansion(base: Base, request: Request, *, name: str, revision: str | None = None) -> Plan:
     """Decide everything that an expansion will do; no weight is read."""
     request = complete(request, base.sizes.layers)

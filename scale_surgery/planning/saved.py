@@ -13,7 +13,7 @@ from scale_surgery.checkpoint.records import DAMAGE, read_record
 from scale_surgery.errors import CheckpointError, PlanError, Problem, SurgeryError, problems_of
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.base import Base, BaseFacts, check_facts
-from scale_surgery.planning.plan import Plan, plan_expansion
+from scale_surgery.planning.plan import Plan, base_title, plan_expansion
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
 
@@ -53,7 +53,8 @@ def read_plan(file: Path) -> SavedPlan:
 def check_same(saved: SavedPlan, base: Base, plan: Plan, file: Path) -> None:
     """Check that a saved plan is the plan made now for the same request; its facts may be worded otherwise."""
     if (saved.base_fingerprint, saved.base_revision) != (plan.base_fingerprint, plan.base_revision):
-        raise PlanError(Problem("plan-of-other-base", file, base=_named(saved), found=_named(plan)))
+        reviewed_base, found = (base_title(of.base_name, of.base_revision) for of in (saved, plan))
+        raise PlanError(Problem("plan-of-other-base", file, base=reviewed_base, found=found))
     before, now = _versions(saved.facts), _versions(plan.facts)
     proofs = {"before": _listed(before), "now": _listed(now)}
     if treatments := list(_other_treatments(saved.facts.architecture, plan.architecture)):
@@ -71,10 +72,6 @@ def check_same(saved: SavedPlan, base: Base, plan: Plan, file: Path) -> None:
         differing.append("release of this program")
     if differing:
         raise PlanError(Problem("plan-differs", file, parts=differing, **proofs))
-
-
-def _named(plan: SavedPlan | Plan) -> str:
-    return f"{plan.base_name} at {plan.base_revision}" if plan.base_revision else plan.base_name
 
 
 def _versions(facts: BaseFacts) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.files import write_text
-from scale_surgery.checkpoint.sources import listed, open_model
+from scale_surgery.checkpoint.sources import listed
 from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, sequences_of
 from scale_surgery.folder.routers import routing_of
 from scale_surgery.progress import Progress, Track, no_track
@@ -72,8 +72,9 @@ def route_report(
     from scale_surgery.text.documents import read_files
 
     documents = read_files(listed(texts))
-    routing, paths = routing_of(model, open_model(model, revision)[1])
     (subject,) = open_subjects([model], run, revision=revision)
+    # of the files that are scored: of a Hub id, an older commit may lie in the cache
+    routing, paths = routing_of(model, subject.checkpoint)
     length, step = choose_lengths([subject], sequence_length, step)
     files_read = _read(subject, documents, length, step)
     total = sum(len(reading.windows.ids) for reading in files_read)

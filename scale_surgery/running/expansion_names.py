@@ -16,7 +16,8 @@ def check_name(name: str, known: Collection[str]) -> None:
     is_word = isinstance(name, str) and name.isidentifier()
     if not is_word or iskeyword(name) or name == BASE_NAME or hasattr(nn.ModuleDict(), name):
         raise PlanError(Problem("name-unfit", "name", name=name))
-    if name in known:
+    # files are named after expansions, and some disks ignore case
+    if name.casefold() in {each.casefold() for each in known}:
         raise PlanError(Problem("name-taken", "name", name=name))
 
 

@@ -66,16 +66,10 @@ class ServedExpansions(nn.Module):
 
     def add_attention(self, vllm_config: VllmConfig) -> None:
         """Add vLLM's attention to each attention module, with the settings that stock code hands to its own."""
-        modules = self.rows.attentions()
         names = {module: name for name, module in self.named_modules()}
-        config = self.rows.model.config.get_text_config()
-        config._attn_implementation = WATCHING
-        with torch.no_grad():
-            ids = torch.zeros(1, 1, dtype=torch.long, device=vllm_config.device_config.device)
-            self.rows(ids, [0], position_ids=ids, use_cache=False)
-        config._attn_implementation = VLLM_ATTENTION
-        for module in modules:
-            given = vars(module).pop("given")
+        watched = self.rows.watch()
+        self.rows.model.config.get_text_config()._attn_implementation = VLLM_ATTENTION
+        for module, given in watched.items():
             module.attn = Attention(
                 num_heads=module.most.heads,
                 head_size=given["head_size"],
@@ -144,18 +138,6 @@ class KernelLinear:
 def kernel_class(linear: type) -> type:
     """Make the class of a linear that vLLM's kernel computes."""
     return type(f"{linear.__name__}ByKernel", (KernelLinear, linear), {"__module__": __name__})
-
-
-def watch_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> tuple:
-    """Store what stock code hands to its attention function; compute nothing."""
-    if given.get("s_aux") is not None or value.shape[-1] != query.shape[-1]:
-        raise PlanError(Problem("served-attention", type(module).__name__))
-    vars(module)["given"] = {"scaling": module.scaling, **given, "head_size": query.shape[-1]}
-    return query.transpose(1, 2), None
-
-
-WATCHING = "scale_surgery_watch_attention"
-ALL_ATTENTION_FUNCTIONS.register(WATCHING, watch_attention)
 
 
 def refuse(vllm_config: VllmConfig) -> None:

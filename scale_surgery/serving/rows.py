@@ -251,6 +251,16 @@ def attend_with_all_heads(module, query, key, value, attention_mask, **kwargs):
     return attended.reshape(batch, tokens, most.heads, -1)[:, :, :heads], weights
 
 
+def watch_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> tuple:
+    """Store what stock code hands to its attention function; compute nothing."""
+    if not isinstance(module, RowAttention) or given.get("s_aux") is not None or value.shape[-1] != query.shape[-1]:
+        raise PlanError(Problem("served-attention", type(module).__name__))
+    vars(module)["given"] = {"scaling": module.scaling, **given, "head_size": query.shape[-1]}
+    return query.transpose(1, 2), None
+
+
+WATCHING = "scale_surgery_watch_attention"
+ALL_ATTENTION_FUNCTIONS.register(WATCHING, watch_attention)
 ROW_ATTENTION = "scale_surgery_heads_of_rows"
 ALL_ATTENTION_FUNCTIONS.register(ROW_ATTENTION, attend_with_all_heads)
 
@@ -296,6 +306,37 @@ class RowModel(nn.Module):
     def attentions(self) -> list[Any]:
         """List the attention modules, layer by layer."""
         return [module for module in self.model.modules() if isinstance(module, ExpandedAttention)]
+
+    def watch(self) -> dict[Any, dict[str, Any]]:
+        """Return what stock code hands to the attention function of each attention module.
+
+        Raises:
+            PlanError: If tokens affect each other elsewhere, such as in a state space: requests would read each other.
+        """
+        config, embedding = self.model.config.get_text_config(), self.model.get_input_embeddings()
+        read: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            read.append(output.detach().requires_grad_())
+            return read[-1].clone()
+
+        before, hook = config._attn_implementation, embedding.register_forward_hook(keep)
+        config._attn_implementation = WATCHING
+        try:
+            with torch.enable_grad():
+                ids = torch.zeros(1, 2, dtype=torch.long, device=embedding.weight.device)
+                places = torch.arange(2, device=ids.device)[None]
+                features = self(ids, [0, 0], position_ids=places, use_cache=False)[0, 1].float()
+                # a plain sum of what a norm gives may be constant
+                some = (features * torch.linspace(1, 2, len(features), device=features.device)).sum()
+                gradients = torch.autograd.grad(some, read, allow_unused=True)
+        finally:
+            hook.remove()
+            config._attn_implementation = before
+        # with attention that mixes nothing, a token of another is nothing to it, to the last bit
+        if any(bool(gradient[0, 0].any()) for gradient in gradients if gradient is not None):
+            raise PlanError(Problem("rows-mixed", type(self.model).__name__))
+        return {module: vars(module).pop("given") for module in self.attentions()}
 
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Let up streams enter as zeros before the first layer, unless the embedding has them."""

@@ -344,7 +344,9 @@ def _limit_line(limit: ForgettingLimit) -> Text:
     if limit.holds:
         return sentence(f"forgetting: {most}, holds", "green")
     reasons = [f"{name} forgets more" for name in limit.exceeded]
-    reasons += [f"{name} cannot be compared with a base" for name in limit.unmeasured]
+    asks = limit.unit == "share of probes lost"
+    why = "has no base whose answers are right" if asks else "cannot be compared with a base"
+    reasons += [f"{name} {why}" for name in limit.unmeasured]
     return sentence(f"forgetting: {most}, does not hold: {', '.join(reasons)}", "red")
 
 

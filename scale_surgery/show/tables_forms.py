@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from scale_surgery.command_lines import command
 from scale_surgery.errors import counted, name_some
 from scale_surgery.folder.routers import describe_router
+from scale_surgery.planning.plan import base_title
 from scale_surgery.show.commands import verify_command
 from scale_surgery.show.layout import NEXT, Facts
 from scale_surgery.show.tables import finished, format_bytes
@@ -79,7 +80,7 @@ def render_extracted(done: Extracted) -> RenderableType:
     rows = [
         ("written", str(done.path)),
         ("expansion", f"{counted(done.tensors, 'tensor')}, {format_bytes(shards)}"),
-        ("base", f"{_base(done.base_name, done.base_revision)}, {format_bytes(done.base_bytes)} not included"),
+        ("base", f"{base_title(done.base_name, done.base_revision)}, {format_bytes(done.base_bytes)} not included"),
         ("licences", ", ".join(done.licences)),
         ("left out", name_some(done.left_out)),
         (NEXT, command("apply", done.path, "--base", named, "-o", "EXPANDED")),
@@ -108,7 +109,7 @@ def render_applied(done: Applied) -> RenderableType:
     )
     rows = [
         ("written", str(done.path)),
-        ("base", _base(done.base_name, done.base_revision)),
+        ("base", base_title(done.base_name, done.base_revision)),
         ("its tensors", f"{done.base_tensors} compared by sha256, all equal"),
         ("its files", files),
         ("expansion", counted(done.expansion_tensors, "tensor")),
@@ -118,10 +119,6 @@ def render_applied(done: Applied) -> RenderableType:
         rows.append(("code", f"not from a release, read it before you trust it: {name_some(done.foreign_code)}"))
     rows += [("not copied", name_some(done.left_out)), (NEXT, verify_command(done.path))]
     return Facts("applied", rows)
-
-
-def _base(name: str, revision: str | None) -> str:
-    return f"{name} at {revision}" if revision else name
 
 
 def render_adopted(done: Adopted) -> RenderableType:

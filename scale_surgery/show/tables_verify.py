@@ -56,7 +56,8 @@ def verdict(promise: Promise, is_required: bool) -> Text:
         return Text("not checked", style="bold red" if is_required else "yellow")
     if promise.holds:
         return Text("holds" if is_required or promise.claimed else "holds (unclaimed)", style="green")
-    return Text("BROKEN", style="bold red") if is_required else Text("not claimed", style="dim")
+    is_broken = is_required or promise.claimed
+    return Text("BROKEN", style="bold red") if is_broken else Text("not claimed", style="dim")
 
 
 def _problems(result: Verification) -> list[str]:

@@ -20,12 +20,12 @@ from scale_surgery.checkpoint.forms import form_of
 from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.names import LOG_FILE, TRAINING_FOLDER
-from scale_surgery.checkpoint.shards import write_shard
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.folder import open_folder, refuse_fused, refuse_linked
+from scale_surgery.folder.layout import Shard, lay_out, total_bytes
 from scale_surgery.folder.record import ExpansionRecord, tool_versions
 from scale_surgery.folder.write import least_base_bytes, write_folder
 from scale_surgery.progress import Track, no_track
@@ -174,10 +174,9 @@ def _open_expanded(expanded: str | Path) -> Trained:
 
 def _write_new_tensors(saved: Saved, trained: Trained, match: Match, partial: Path, track: Track) -> None:
     """Write the shards of new tensors; one that is there already, from an interrupted run, stays."""
-    with track("new tensors", trained.bytes_added) as advance:
-        for shard, entries in new_entries(saved, trained, match).items():
-            if not (partial / shard).exists():
-                write_shard(partial / shard, entries, advance)
+    shards = {name: Shard.of(entries) for name, entries in new_entries(saved, trained, match).items()}
+    with track("new tensors", total_bytes(shards)) as advance:
+        lay_out(shards, partial, advance=advance)
 
 
 def _records(saved: Saved, trained: Trained, compared: BaseComparison, partial: Path) -> dict[str, ExpansionRecord]:

@@ -25,6 +25,7 @@ from scale_surgery.planning.plan import Plan, check_fits
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
@@ -105,6 +106,7 @@ def expand(
     target = Path(output) if output is not None else default_output(made)
     check_target(target, [source.path], overwrite=overwrite)
     load_config(source.path, source.name, run)  # what transformers refuses is known before anything is written
+    check_name(made.request.name, before)
     expansions = {**before, made.request.name: ExpansionRecord(made, {})}
     if before:
         check_beside(record.plan for record in expansions.values())
@@ -118,7 +120,8 @@ def expand(
     if isinstance(given, Folder):
         refuse_damaged(given, track, is_trusted=run.trust_remote_code)
     state = {
-        "plan": made.to_json(),
+        # costs depend on what is in the cache, and decide no tensor
+        "plan": {name: value for name, value in made.to_json().items() if name != "costs"},
         "base_weights": base_weights,
         # tensors of two devices are not mixed
         "tool": tool_on(run),
@@ -144,6 +147,9 @@ def _plan_for(source: Source, given: Checkpoint, plan_or_request: Plan | Request
     base = base_in(given, plan_or_request.request.name)
     check_fits(plan_or_request, base)
     check_clashes(base, plan_or_request.tensors)
+    if plan_or_request.sizes.is_tied and f"{plan_or_request.head}.weight" in base.tensors:
+        # a plan from the headers of a repository could not see whether this head has the embedding's bytes
+        return make_plan(given, plan_or_request.request, name=name, revision=revision, run=run)
     return replace(plan_or_request, base_name=name, base_revision=revision)
 
 

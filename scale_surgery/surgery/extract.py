@@ -22,7 +22,7 @@ from scale_surgery.checkpoint.files import (
 )
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.licence import read_licence
-from scale_surgery.checkpoint.listing import stays_behind
+from scale_surgery.checkpoint.listing import is_private
 from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
     EXTRACT_FILE,
@@ -188,7 +188,7 @@ def _expansion_files(
         for file in others
         if file not in known
         # logs of a folder of several are of whichever was trained last
-        and (stays_behind(folder.path, file) or (texts and file.startswith(f"{TRAINING_FOLDER}/")))
+        and (is_private(folder.path, file) or (texts and file.startswith(f"{TRAINING_FOLDER}/")))
     )
     taken = [file for file in others if file not in left_out]
     hashes = hash_files(folder.path, [file for file in taken if file not in texts])

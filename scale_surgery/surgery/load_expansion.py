@@ -15,15 +15,14 @@ from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, STOCK_KEY, expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
-from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.shards import tensor_bytes
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.config import written_config
 from scale_surgery.folder.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.planning.methods import refuse
+from scale_surgery.planning.plan import base_title
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.in_memory import InMemory, kept_in_float32
@@ -37,14 +36,7 @@ from scale_surgery.running.wrap_model import (
     quantised_modules,
     quantised_shape,
 )
-from scale_surgery.surgery.same_base import (
-    base_title,
-    check_fit,
-    check_sizes,
-    find_differing,
-    hash_base,
-    refuse_differing,
-)
+from scale_surgery.surgery.same_base import check_fit, check_sizes, find_differing, hash_base, refuse_differing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,9 +126,9 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
     headers = base.headers([name for name in base.places if name not in quantised])
     unfed = {name: tensor for name, tensor in base.unfed.items() if expansion_of(name) is None}
     # the files of the base may hold quantised tensors, such as the experts of gpt-oss
-    if unfed and "quantization_config" in parse_json(extract.manifest.replaced[CONFIG_FILE]):
+    if unfed and "quantization_config" in extract.manifest.base_config:
         if check:
-            base_name = base_title(extract.manifest)
+            base_name = base_title(extract.manifest.base_name, extract.manifest.base_revision)
             raise CheckpointError(Problem("base-dequantised", "model", tensors=list(unfed), base=base_name))
         unfed = {}
     shapes = {name: expected[name].shape for name in base.places}

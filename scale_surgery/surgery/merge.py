@@ -152,7 +152,8 @@ def merge(
         return _write_base(folder, target, track, overwrite=overwrite)
     if folder.whole is not None or part.strength != 1:
         with _prepared(folder, target, part.strength, run, track) as alone:
-            return merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
+            done = merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
+        return replace(done, left_out=_left_out(folder, target))
     check_space(target, _needed_bytes(folder, to))
     refuse_damaged(folder, track, is_trusted=run.trust_remote_code)
     drift = None
@@ -327,15 +328,15 @@ def _describe(target: Path, to: MergedForm, folder: Folder, drift: Drift | None)
         differences=_differences(manifest, to),
         bytes_written=sum(info.bytes for info in written.tensors.values()),
         drift=drift,
-        left_out=_left_out(folder, target, to),
+        left_out=_left_out(folder, target),
         warnings=() if to == "blocks" else _warnings(manifest.plan.sizes),
     )
 
 
-def _left_out(folder: Folder, target: Path, to: MergedForm) -> tuple[str, ...]:
+def _left_out(folder: Folder, target: Path) -> tuple[str, ...]:
     """Return the files that were not taken along: of a stock form, also those that the base did not have."""
     written = {INDEX_FILE, *folder.manifest.code}
-    names = (name for name in folder.side_files if to == "stock" and name not in written)
+    names = (name for name in folder.side_files if name not in written)
     return tuple(dict.fromkeys((*folder.left_behind, *(name for name in names if not (target / name).exists()))))
 
 

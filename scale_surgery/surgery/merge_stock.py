@@ -50,11 +50,6 @@ def _facts(manifest: Manifest) -> tuple[Architecture, Sizes, Widths]:
     return plan.architecture, plan.sizes, plan.widths
 
 
-def _base_config(manifest: Manifest) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(manifest.replaced[CONFIG_FILE])
-    return config
-
-
 def _state_problems(manifest: Manifest) -> list[Problem]:
     problems = []
     if manifest.routing:
@@ -76,7 +71,7 @@ def write_stock(folder: Folder, partial: Path, track: Track = no_track) -> None:
     with track("stock shards", total_bytes(contents)) as advance:
         lay_out(contents, partial, "auto", advance)
     lay_out(extended_texts(partial, [manifest.plan]), partial)
-    write_json(partial / CONFIG_FILE, stock_config(_base_config(manifest), *_facts(manifest)))
+    write_json(partial / CONFIG_FILE, stock_config(manifest.base_config, *_facts(manifest)))
     if INDEX_FILE in manifest.base_files:
         index = json.loads(manifest.replaced[INDEX_FILE])
         write_json(partial / INDEX_FILE, index | {"metadata": _index_metadata(index.get("metadata"), shards)})

@@ -11,11 +11,12 @@ from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.checkpoint.reading import differing_keys, parse_json
+from scale_surgery.checkpoint.reading import differing_keys
 from scale_surgery.deriving.base import derive_config
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.extract_folder import Extract
 from scale_surgery.folder.record import BaseTensor, Manifest
+from scale_surgery.planning.plan import base_title
 from scale_surgery.progress import Track
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -41,7 +42,8 @@ def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, giv
     else:
         problems = [*_shape_problems(shapes, given)] or [*_config_problems(manifest, config, name)]
     if problems:
-        raise CheckpointError(Problem("base-unfit", name, *problems, base=base_title(manifest)))
+        base = base_title(manifest.base_name, manifest.base_revision)
+        raise CheckpointError(Problem("base-unfit", name, *problems, base=base))
 
 
 def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:
@@ -65,20 +67,14 @@ def find_differing(extract: Extract, base: Checkpoint, hashes: Mapping[str, str]
 def refuse_differing(extract: Extract, name: str, differing: Mapping[str, Problem], count: int, code: str) -> None:
     """Refuse a base if any of its `count` tensors differ; the code of the problem says what to do."""
     if differing:
-        base = base_title(extract.manifest)
+        base = base_title(extract.manifest.base_name, extract.manifest.base_revision)
         raise CheckpointError(Problem(code, name, *differing.values(), count=len(differing), total=count, base=base))
-
-
-def base_title(manifest: Manifest) -> str:
-    """Return the name of a base, with its commit if known."""
-    return manifest.base_name + (f" at {manifest.base_revision}" if manifest.base_revision else "")
 
 
 def _config_problems(manifest: Manifest, config: Mapping[str, Any], name: str) -> Iterator[Problem]:
     if manifest.plan.architecture.own_code:
         # its sizes are known to its own code alone, which is not run to compare
-        recorded = parse_json(manifest.replaced[CONFIG_FILE])
-        differing = (key for key in differing_keys(recorded, config) if key not in INDECISIVE)
+        differing = (key for key in differing_keys(manifest.base_config, config) if key not in INDECISIVE)
         yield from (Problem("base-key-differs", f"{CONFIG_FILE}: {key}") for key in differing)
         return
     given = asdict(derive_config(config, name, len(manifest.base_tensors)).sizes)

@@ -6,6 +6,7 @@ A model with a chat template answers instructions, and each row of the file is a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -34,6 +35,7 @@ from scale_surgery.training.sampling import Sampling
 SAMPLED_BY = ("raw", "max_new_tokens", "temperature", "seed")
 # a run that rehearses with the same seed draws other texts, so that forgetting is measured on none that it rehearsed
 ASIDE = 0x9E3779B9
+OPENED = re.compile(r"<think>\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def write_samples_of(
     places = list(chain.from_iterable(sampling.batches(begins.lengths)))
     rows = [own.texts[number]["input_ids"].tolist() for number in range(len(own.texts))]
     written = [_Written(begins, place, ids, tokenizer) for place, ids in zip(places, rows, strict=True)]
-    lines = [each.line for each in written if each.text.strip()]
+    lines = [each.line for each in written if each.is_whole]
     if not lines:
         raise DataError(Problem("samples-empty", subject.name))
     write_text(Path(output), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -135,8 +137,16 @@ class _Written:
         ids = self.ids[:-1] if self.ids[-1] in self.begins.ends and len(self.ids) > len(self.begin) else self.ids
         if self.begins.asked is None:
             return self._decode(ids[len(self.begin) :])
+        begun = self._decode(self.begin)
+        # what asks for an answer may open its thought
+        opened = OPENED.search(begun)
         # after its beginning, since some tokenizers drop the blanks at the start of a text
-        return self._decode(ids).removeprefix(self._decode(self.begin))
+        return (opened[0] if opened else "") + self._decode(ids).removeprefix(begun)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it has words, and not only a thought that was cut."""
+        return bool(self.text.strip()) and ("<think>" not in self.text or "</think>" in self.text)
 
     @property
     def line(self) -> dict[str, Any]:

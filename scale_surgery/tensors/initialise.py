@@ -83,7 +83,8 @@ class Initialiser:
         method = plan.request.svd
         if tensor.block == "up_weight":
             columns = blocks.svd_embedding(weight, tensor.shape[1], method, generator)
-            return torch.cat((columns, self._means_of_pieces(columns))) if plan.widths.new_tokens else columns
+            # means of rows are on the CPU, as all that is made
+            return torch.cat((columns.cpu(), self._means_of_pieces(columns))) if plan.widths.new_tokens else columns
         block, linear = _linear_of(plan, tensor)
         rows = weight.T if plan.architecture.transposed else weight
         parts = split_roles(rows, linear, block.head_size)

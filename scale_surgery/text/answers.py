@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
 # template variables that switch thoughts on or off, and those that keep the thoughts of earlier turns
 THINKING = ("enable_thinking", "thinking")
 ALL_THOUGHTS = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
+
+# the day that templates write as today's: the same text must have the same tokens on any day
+DAY = datetime(2026, 1, 1)
+NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 # marks of a text and of a number; templates neither escape nor trim letters and digits
@@ -276,11 +281,14 @@ class ChatReader:
         raise DataError(max(problems, key=lambda error: error.rank).problem.within(source))
 
     def _is_marked(self, tools: Any) -> bool:
-        return bool(MARKED.search(self.tokenizer.get_chat_template(tools=tools)))
+        return bool(MARKED.search(self._template(tools)))
+
+    def _template(self, tools: Any) -> str:
+        return str(self.tokenizer.get_chat_template(tools=tools))
 
     def _forms(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[Form, list[dict[str, Any]]]]:
         """Generate the forms of a conversation that a template may accept, the usual forms first."""
-        template = self.tokenizer.get_chat_template(tools=tools)
+        template = self._template(tools)
 
         def known(options: Mapping[str, bool]) -> dict[str, bool]:
             return {name: value for name, value in options.items() if re.search(rf"\b{name}\b", template)}
@@ -302,9 +310,12 @@ class ChatReader:
 
     def fill(self, messages: Sequence[Message], tools: Any, form: Form, **options: Any) -> Any:
         """Return the template's output for these messages."""
-        template: Any = self.tokenizer.apply_chat_template
+        render: Any = self.tokenizer.apply_chat_template
         try:
-            return template([form.shape(message) for message in messages], tools=tools, **form.options, **options)
+            template = self._template(tools)
+            if (dated := NOW.sub(lambda call: repr(DAY.strftime(call[2])), template)) != template:
+                options["chat_template"] = dated
+            return render([form.shape(message) for message in messages], tools=tools, **form.options, **options)
         except Exception as error:  # templates may raise anything
             reason = " ".join(f"{error}".split()) or type(error).__name__
             raise UnfitError(Problem("template-refuses", error=reason), 0) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scale_surgery.checkpoint.reading import parse_json
@@ -186,6 +186,14 @@ def with_thought(message: Message) -> dict[str, Any]:
     if typed is None or thought_key(message):
         return dict(message)
     return {**message, "content": typed[2].lstrip("\n"), THOUGHTS[0]: typed[1].strip("\n")}
+
+
+def with_system(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the system message that some programs write beside them, if they have none of their own."""
+    system = row.get("system")
+    if not isinstance(system, str) or not system.strip() or messages[0].get("role") == "system":
+        return list(messages)
+    return [{"role": "system", "content": system}, *messages]
 
 
 def thought_key(message: Message) -> str | None:

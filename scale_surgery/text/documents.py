@@ -26,7 +26,15 @@ from typing import Any, TextIO
 from scale_surgery.checkpoint.reading import open_regular
 from scale_surgery.errors import MOST_LINES, DataError, Problem, TextWarning, counted
 from scale_surgery.progress import Progress, no_progress
-from scale_surgery.text.conversations import EMPTY, chat_problem, is_answer, parsed, without_empty, words_of
+from scale_surgery.text.conversations import (
+    EMPTY,
+    chat_problem,
+    is_answer,
+    parsed,
+    with_system,
+    without_empty,
+    words_of,
+)
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.saved_datasets import DATA_FILES, read_rows
 from scale_surgery.text.sources import TextSource, parse_source
@@ -306,7 +314,7 @@ def _messages_of(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[Document]:
-    turns = [without_empty(message) for message in messages]
+    turns = [without_empty(message) for message in with_system(row, messages)]
     words: dict[bool, list[str]] = {False: [], True: []}
     for place, message in enumerate(turns):
         words[is_answer(place, message)].append(words_of(message))

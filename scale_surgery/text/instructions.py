@@ -19,7 +19,15 @@ from typing import Any
 
 from scale_surgery.errors import DataError, Problem
 from scale_surgery.progress import no_progress
-from scale_surgery.text.conversations import ANSWERS, Message, chat_problem, parsed, plain_message, without_empty
+from scale_surgery.text.conversations import (
+    ANSWERS,
+    Message,
+    chat_problem,
+    parsed,
+    plain_message,
+    with_system,
+    without_empty,
+)
 from scale_surgery.text.documents import PROMPTS, holds_rows, prompts_in_text, row_problem, rows_of
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.sources import TextSource, parse_source
@@ -100,7 +108,9 @@ def _asked(row: Mapping[str, Any], place: str) -> list[Message]:
     """Return the messages of a conversation without the answers at its end."""
     if wrong := chat_problem(row, "messages"):
         raise DataError(wrong.within(place))
-    messages: list[Message] = [plain_message(without_empty(message)) for message in parsed(row["messages"])]
+    messages: list[Message] = [
+        plain_message(without_empty(message)) for message in with_system(row, parsed(row["messages"]))
+    ]
     while messages and messages[-1]["role"] == ANSWERS:
         messages.pop()
     if not messages:

@@ -21,6 +21,7 @@ PARTS_OF_A_RUN = 10
 MOST_STEPS_BETWEEN_LOGS = 10
 # share and least number of warm-up steps; AdamW's mean of squared gradients is noisy before ten steps
 WARM_UP, LEAST_WARM_UP = 0.06, 10
+HALF_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Precision:
 
     Attributes:
         bf16: True if it computes in bfloat16 by autocast.
-        widens: True if a base in bfloat16 is loaded in float32, which changes none of its numbers.
-        reason: Reason for the choice; empty if the base is not in bfloat16.
+        widens: True if a base in bfloat16 or float16 is loaded in float32, which changes none of its numbers.
+        reason: Reason for the choice; empty if the base is in float32.
     """
 
     bf16: bool
@@ -46,15 +47,19 @@ def choose_precision(stored: str, settings: TrainingSettings, run: RunOptions) -
         settings: Settings of the training.
         run: Device of the run.
     """
-    if stored != "BF16":
+    if stored not in HALF_DTYPES:
         return Precision(bool(settings.bf16))
-    if settings.bf16 is not None:
-        return Precision(settings.bf16, reason="autocast to bfloat16" if settings.bf16 else "bfloat16 without autocast")
-    device = choose_device(run.device, only_trains=True)
+    half, is_quantised = HALF_DTYPES[stored], settings.base_quantization is not None
+    if settings.bf16:
+        return Precision(True, reason="autocast to bfloat16")
+    if settings.bf16 is None and (is_quantised or has_bfloat16(choose_device(run.device, only_trains=True))):
+        return Precision(True, reason=f"autocast to bfloat16; the base is stored in {half}")
     # a quantised base keeps its own dtype
-    if has_bfloat16(device) or settings.base_quantization is not None:
-        return Precision(True, reason="autocast to bfloat16, as the base is stored")
-    reason = "float32: this processor has no instructions for bfloat16, in which the base is stored; see --bf16"
+    if settings.bf16 is False and (stored == "BF16" or is_quantised):
+        return Precision(False, reason=f"{half} without autocast")
+    if settings.bf16 is False:
+        return Precision(False, widens=True, reason="float32: small gradients would be zero in float16")
+    reason = f"float32: this processor has no instructions for bfloat16, and the base is stored in {half}; see --bf16"
     return Precision(False, widens=True, reason=reason)
 
 
@@ -119,7 +124,7 @@ def make_arguments(
     names = {field.name for field in fields(TrainingArguments)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     options: dict[str, Any] = {checkpointing: settings.gradient_checkpointing}
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=settings.batch_size,
@@ -149,6 +154,10 @@ def make_arguments(
         ddp_find_unused_parameters=False,
         **options,
     )
+    # without a launcher, the Trainer would copy the model to each GPU that it sees (DataParallel). Copies have no new
+    # blocks, and a step would read more sequences than the schedule says
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 def is_cpu(run: RunOptions) -> bool:

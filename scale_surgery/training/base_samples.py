@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -113,15 +113,20 @@ def sample_texts(model: Any, begins: Beginnings, sampling: Sampling, track: Trac
     ):
         torch.manual_seed(sampling.seed)
         progress = _Progress(sampling, begins, advance)
-        for places in sampling.batches(begins.lengths):
+        for places in _turns(sampling, begins.lengths, parts):
             begun = [begins.ids[place] for place in places]
             made = _generate(model, begun, sampling, begins.ends, progress.take)
             parts += [_row(ids, len(begun[0]), begins.ends) for ids in made.cpu()]
             progress.end(parts)
-            if sampling.enough is not None and progress.tokens >= sampling.enough:
-                parts = _until(parts, sampling.enough)
-                break
-    return concatenate(parts)
+    return concatenate(parts if sampling.enough is None else _until(parts, sampling.enough))
+
+
+def _turns(sampling: Sampling, lengths: Sequence[int], parts: Sequence[Sequences]) -> Iterator[list[int]]:
+    """Generate batches of texts until those that were sampled are enough."""
+    for places in sampling.batches(lengths):
+        while places and (rows := sampling.missing(len(parts), sum(part.tokens for part in parts))):
+            yield places[:rows]
+            places = places[rows:]
 
 
 def _until(parts: Sequence[Sequences], enough: int) -> list[Sequences]:

@@ -124,10 +124,12 @@ def _train(model: Any, text: Sequences, settings: RankingSettings, steps: int, p
         torch.manual_seed(settings.seed)  # for randomness inside models, such as dropout
         for step, batch in enumerate(islice(chain.from_iterable(repeat(loader)), steps), start=1):
             inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            with precision:
-                tail = find_pieces(model, model, inputs) if step == 1 else tail
-                with nullcontext() if tail is None else loss_in_pieces(model, tail, inputs):
-                    loss = model(**inputs)["loss"]
+            if step == 1:
+                # in a context of its own: torch before 2.11 keeps the casts that it makes without gradients
+                with precision:
+                    tail = find_pieces(model, model, inputs)
+            with precision, nullcontext() if tail is None else loss_in_pieces(model, tail, inputs):
+                loss = model(**inputs)["loss"]
             number = float(loss.detach())
             if not math.isfinite(number):
                 rate = settings.learning_rate

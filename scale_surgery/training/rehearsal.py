@@ -43,15 +43,16 @@ class Rehearsal:
     seed: int
 
     def batch(self, number: int) -> dict[str, Tensor]:
-        """Return a batch by its number, from 0, in an endless order that reshuffles each pass over the text."""
-        rows = range(number * self.rows, (number + 1) * self.rows)
-        batch = collate([self.sequences[self._place(row)] for row in rows])
+        """Return the inputs of a batch by its number."""
+        batch = shuffled_batch(self.sequences, number, self.rows, self.seed)
         # a label would make the model compute a loss
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
-    def _place(self, row: int) -> int:
-        number, place = divmod(row, len(self.sequences))
-        return int(order_of_pass(len(self.sequences), self.seed + number)[place])
+
+def shuffled_batch(sequences: Sequences, number: int, rows: int, seed: int) -> dict[str, Tensor]:
+    """Return a batch by its number, from 0, in an endless order that reshuffles each pass over the sequences."""
+    places = [divmod(row, len(sequences)) for row in range(number * rows, (number + 1) * rows)]
+    return collate([sequences[int(order_of_pass(len(sequences), seed + turn)[place])] for turn, place in places])
 
 
 # texts to learn and rehearsal texts, of which a batch may span two passes
@@ -214,13 +215,15 @@ class Divergence(torch.autograd.Function):
         """Return the nats per token."""
         tokens, vocabulary = logits.shape
         gradient = torch.empty_like(logits)
-        total = torch.zeros((), dtype=torch.float64, device=logits.device)
+        # Apple GPUs have no float64
+        wide = torch.float32 if logits.device.type == "mps" else torch.float64
+        total = torch.zeros((), dtype=wide, device=logits.device)
         at_once = max(1, math.ceil(CHUNK / vocabulary))
         for start in range(0, tokens, at_once):
             rows = slice(start, start + at_once)
             log_p, log_base = (tensor[rows].float().log_softmax(-1) for tensor in (logits, base))
             p_base = log_base.exp()
-            total += (p_base * (log_base - log_p)).sum(dtype=torch.float64)
+            total += (p_base * (log_base - log_p)).sum(dtype=wide)
             gradient[rows] = ((log_p.exp() - p_base) / tokens).to(gradient.dtype)
         context.save_for_backward(gradient)
         return (total / tokens).float()

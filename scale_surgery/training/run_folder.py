@@ -30,7 +30,7 @@ from scale_surgery.checkpoint.files import (
 )
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.hashes import changed_tensors
-from scale_surgery.checkpoint.names import LOG_FILE, MANIFEST_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.names import LOG_FILE, MANIFEST_FILE, SETTINGS_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import staged
 from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.folder.folder import Folder, open_folder
@@ -41,7 +41,6 @@ from scale_surgery.planning.plan import SHARD_STEM
 from scale_surgery.progress import Track
 from scale_surgery.running.in_memory import InMemory
 
-SETTINGS_FILE = "settings.json"
 CURVES_FILE = "curves.png"
 EXPANSION_FILE = "expansion.safetensors"
 CHECKPOINT = re.compile(r"checkpoint-\d+")

@@ -15,6 +15,8 @@ TOGETHER, TOKENS_TOGETHER = 64, 16_384
 # sampled tokens as a share of the rehearsed ones, so that each is read about twice; and most texts. Measured on the
 # shipped model (benchmarks/rehearsal.md)
 DRAWN, MOST_TEXTS = 0.5, 800
+# texts of the last batch as a multiple of those that are missing: one more batch would take as long as a large one
+SPARE = 1.5
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class Sampling:
                 alike.setdefault(lengths[place], []).append(place)
             for places in alike.values():
                 yield from (places[first : first + self.rows] for first in range(0, len(places), self.rows))
+
+    def missing(self, texts: int, tokens: int) -> int:
+        """Return how many texts to sample next, given how many there are and their tokens; 0 if these are enough."""
+        if self.enough is None or not texts:
+            return self.rows
+        return max(0, math.ceil(SPARE * (self.enough - tokens) * texts / tokens))
 
     def rows_at_once(self, lengths: Sequence[int]) -> int:
         """Return the usual number of texts in one call of generate, given the tokens of each beginning."""

@@ -23,7 +23,7 @@ Quantisation = Literal["int8", "nf4"]
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
 # names of text sides besides "old" and "new": rehearsed texts, a sample of the texts to learn; the file of samples
-REHEARSAL, SAMPLE, SAMPLES_FILE = "rehearsal", "text", "rehearsal.jsonl"
+REHEARSAL, SAMPLE = "rehearsal", "text"
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class TrainingSettings:
         routed: Compute the loss on the router's output, so that the adapt path learns the tokens that the router gives
             it. Without this flag, the loss is that of the adapt path. Needs a router.
         seed: Seed of the data order and of all other random numbers.
-        bf16: Compute in bfloat16 (autocast). Default: on if the base is stored in bfloat16. Exception: a CPU without
-            instructions for it loads the base in float32.
+        bf16: Compute in bfloat16 (autocast). Default: on if the base is stored in bfloat16 or float16.
+            Exception: a CPU without instructions for it loads the base in float32.
         base_quantization: Quantise the base in memory during training, with bitsandbytes: int8 (LLM.int8) or nf4 (4
             bits, as in QLoRA). Its files do not change. Default: no quantisation.
         gradient_checkpointing: Recompute activations in the backward pass instead of storing them: less memory, more

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -22,13 +23,13 @@ from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.locks import locked
-from scale_surgery.checkpoint.names import TRAINING_FOLDER
+from scale_surgery.checkpoint.names import SAMPLES_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.errors import CheckpointError, Problem, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
-from scale_surgery.folder.parts import tokenizer_alone
+from scale_surgery.folder.parts import base_tokenizer, tokenizer_alone
 from scale_surgery.folder.record import tool_versions
 from scale_surgery.progress import Steps, Track, no_track
 from scale_surgery.running.in_memory import InMemory
@@ -57,7 +58,6 @@ from scale_surgery.training.run_folder import (
 from scale_surgery.training.settings import (
     REHEARSAL,
     SAMPLE,
-    SAMPLES_FILE,
     EvalData,
     TrainingSchedule,
     TrainingSettings,
@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 # without new text one in ten sequences is measured before and after a run: at least those of one step, and at most
 # this number
 SAMPLED_SHARE, MOST_SAMPLED = 10, 64
+# what the messages of errors name if torch cannot write a file
+WRITERS_OF_TORCH = ("PytorchStreamWriter", "inline_container")
 
 
 def default_output(expanded: Path) -> Path:
@@ -149,7 +151,8 @@ def train(
             advance(1)
         samples = target / TRAINING_FOLDER / SAMPLES_FILE
         if settings.rehearses_itself:
-            tokenizer = tokenizer_alone(folder, run)
+            # new tokens are nothing to the base, and their rows change as they learn
+            tokenizer = base_tokenizer(folder, tokenizer_alone(folder, run), run)
             if start.resume and samples.is_file():
                 own = OwnText(read_samples(samples), "of this run")
             else:
@@ -223,7 +226,7 @@ def _check_target(
 ) -> None:
     """Check that the output can be written, or that its run can be resumed."""
     if start.resume:
-        check_resumable(target, asdict(settings))
+        check_resumable(target, _published(settings))
     else:
         if not start.overwrite:
             refuse_unfinished(target)
@@ -281,7 +284,7 @@ def _decisive(
     manifest = folder.manifest
     names = [tensor.name for tensor in manifest.plan.tensors]
     hashes = repr(sorted(hash_tensors(folder, names).items()))
-    return asdict(settings) | {
+    return _published(settings) | {
         "base": hashlib.sha256(repr(sorted(manifest.base_hashes.items())).encode()).hexdigest(),
         "expansion": hashlib.sha256(hashes.encode()).hexdigest(),
         "earlier_runs": len(manifest.training),
@@ -296,18 +299,23 @@ def _record(model: Any, settings: TrainingSettings, decisive: Mapping[str, Any])
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "trained_parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         "texts": decisive["texts"],
-        "settings": asdict(settings)
-        | {
-            "rehearse": [_without_folders(text) for text in settings.rehearse],
-            "rehearsal_prompts": settings.rehearsal_prompts and _without_folders(settings.rehearsal_prompts),
-        },
+        "settings": _published(settings),
         "precision": decisive["precision"],
         "tool": tool_versions(),
     }
 
 
+def _published(settings: TrainingSettings) -> dict[str, Any]:
+    """Return settings as records have them, which are published with a model: names of texts, without their folders."""
+    return asdict(settings) | {
+        "rehearse": [_without_folders(text) for text in settings.rehearse],
+        # samples are kept, so a resumed run does not need the file
+        "rehearsal_prompts": settings.rehearsal_prompts and Path(settings.rehearsal_prompts).name,
+    }
+
+
 def _without_folders(text: str) -> str:
-    """Return the name of a text without its folders: a record is published with its model."""
+    """Return the name of a text without its folders."""
     source = parse_source(text)
     return text.replace(source.name, source.path.name, 1) if source.is_here and source.path.name != ITSELF else text
 
@@ -371,8 +379,14 @@ def _step(trainer: ExpansionTrainer, training: TrainingRun, latest: list[Path]) 
         trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
     except KeyboardInterrupt as error:
         raise TrainingError(Problem("training-interrupted", training.target, **_steps(trainer, training))) from error
-    except OSError as error:
-        steps, reason = _steps(trainer, training), error.strerror or error
+    except (OSError, RuntimeError) as error:
+        # torch.save writes in C++
+        if isinstance(error, RuntimeError) and not any(name in f"{error}" for name in WRITERS_OF_TORCH):
+            raise
+        for checkpoint in training.folder.glob("checkpoint-*"):
+            if checkpoint not in training.whole_checkpoints():
+                shutil.rmtree(checkpoint, ignore_errors=True)
+        steps, reason = _steps(trainer, training), getattr(error, "strerror", None) or error
         raise TrainingError(Problem("training-unwritten", training.target, error=reason, **steps)) from error
 
 

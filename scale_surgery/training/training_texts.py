@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 # texts of at least this many bytes are cached; smaller ones are tokenized in seconds
 LARGE = 64 * 2**20
 # version of the cache's format and of the tokenization
-CACHE_FORM = 5
+CACHE_FORM = 6
 # tokens that are written at once
 TOKENS_AT_ONCE = 2**17
 
@@ -144,7 +144,9 @@ def read_texts(
     else:
         texts = {"learn": _stored(reader, learned, cache, processes, track)}
     if files.get(REHEARSAL):
-        texts[REHEARSAL] = concatenate(reader.read(list(map(str, files[REHEARSAL]))))
+        # as the base's tokenizer reads it: the base has no answer to new tokens, and their rows change as they learn
+        of_rehearsal = replace(reader, tokenizer=of_base)
+        texts[REHEARSAL] = concatenate(of_rehearsal.read(list(map(str, files[REHEARSAL]))))
     for side, given in files.items():
         if side not in ("learn", REHEARSAL) and given:
             windows = length, max(1, length // 2), start_tokens(tokenizer)

@@ -32,7 +32,7 @@ from scale_surgery.running.options import RunOptions
 from scale_surgery.training.chunked_loss import find_pieces
 from scale_surgery.training.rehearsal import BaseModel, divergence_from_base
 from tests.command import run
-from tests.conftest import Bars
+from tests.conftest import Bars, refused
 from tests.tiny import save_tiny
 
 SETTINGS = CompareSettings(methods=("lora", "preserve"), tokens=512, rates=1, sequence_length=64, batch_size=4)
@@ -209,6 +209,21 @@ def test_a_method_that_memory_cannot_hold_is_left_out(
     monkeypatch.undo()
     again = compare(SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", settings)
     assert [row.method for row in again.rows] == ["preserve", "full"] and not again.refused, "memory is free again"
+
+
+def test_a_comparison_without_a_method_fails(
+    texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
+    words = ["compare", SHIPPED_MODEL, "--data", texts["new"], "--old", texts["old"], "--methods", "full"]
+    said = run(*words, "--tokens", 64, "-o", tmp_path / "out", code=1).output
+    assert "No method could be trained" in said and "--tokens a higher" not in said
+
+
+def test_text_that_is_learned_is_not_measured_as_old(texts: dict[str, Path], tmp_path: Path) -> None:
+    with refused("text-of-two-uses", texts["new"], PlanError):
+        compare(SHIPPED_MODEL, texts["new"], [texts["old"], texts["new"]], tmp_path / "out", SETTINGS)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_method_that_diverges_is_left_out_for_good(

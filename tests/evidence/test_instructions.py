@@ -18,11 +18,11 @@ from scale_surgery import (
     train,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.checkpoint.names import SAMPLES_FILE
 from scale_surgery.evidence.answer_scores import GivenAnswer, repeats_itself, score_given
 from scale_surgery.evidence.languages import are_different, language_of
 from scale_surgery.show.tables import render_evaluation
 from scale_surgery.text.instructions import SHIPPED_FILE
-from scale_surgery.training.settings import SAMPLES_FILE
 from tests.command import run
 from tests.conftest import refused, shown
 from tests.instruct import ASKED, HELD_OUT, make_instruct, write_asked

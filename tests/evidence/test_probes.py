@@ -296,6 +296,8 @@ def test_settings_that_are_refused(place: Path, tmp_path: Path) -> None:
     assert (first.code, first.where, first.values["new"]) == (long.code, long.where, 1000)
     assert [each.code for each in asked(place / "fresh", strengths=(0.5, 2))] == ["strength-out-of-range"]
     assert [each.code for each in asked(place / "fresh", max_forgetting=-1)] == ["value-unfit"]
+    more = {"max_forgetting": 2, "probes_file": place / "probes.jsonl"}
+    assert [each.code for each in asked(place / "fresh", **more)] == ["value-unfit"], "2 % is 0.02"
     assert [each.code for each in asked(Path(SHIPPED_MODEL), strengths=(0.5,))] == ["strength-without-expansion"]
     with refused("limit-without-measure", "--max-forgetting", DataError):
         evaluate(place / "fresh", new=place / "new.jsonl", settings=EvaluationSettings(max_forgetting=0))

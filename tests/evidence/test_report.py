@@ -41,6 +41,7 @@ REPORTED = REQUESTS | {
     "grow-freeze": Request("0,2", method="grow", variant="grow-freeze"),
     "grow-train": Request("0,2", method="grow", variant="grow-train", copies=3),
     "depth": Request("0,2", method="depth"),
+    "gated": Request("0,2", variant="gated", collaborate="both"),
 }
 # every family in each method, of which the default run takes a few in one, and other variants and half precision once
 COMPARED_FIRST = list(zip(FEW, cycle(("adapt", "grow-train", "depth")), strict=False))
@@ -48,7 +49,7 @@ COMPARED = mostly(
     product(FAMILIES, ("adapt", "grow-train", "depth"), ("float32",)), lambda case: case[:2] in COMPARED_FIRST
 )
 COMPARED += [("llama", "preserve", "float32"), ("llama", "adapt_without_up_stream", "float32")]
-COMPARED += [("phi3", "grow-freeze", "float32"), ("phi3", "adapt", "bfloat16")]
+COMPARED += [("phi3", "grow-freeze", "float32"), ("phi3", "adapt", "bfloat16"), ("phi3", "gated", "float32")]
 COMPARED += mostly([("gpt2", "adapt", "bfloat16")], lambda case: False)
 # lines of a log that somebody edited
 TEXTS_FOR_NUMBERS = '{"step": "x", "loss": 1.0}\n{"step": 3, "loss": "y"}'

@@ -13,7 +13,7 @@ import torch
 import transformers
 from click.testing import CliRunner
 
-from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOptions, Verification, expand, verify
+from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOptions, Verification, expand, inspect, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
@@ -170,6 +170,7 @@ def test_a_joint_norm_is_caught(copy) -> None:
         "expanded_blocks.py: is not the code that the expansion wrote. Read it before you trust it.",
     )
     assert verify(path, probes=None, required=("recoverable",)).passed
+    assert inspect(path).expanded.passed is False, "what is recorded is about all that is claimed"
     run = verify(path, run=RunOptions(trust_remote_code=True))
     assert run.numbers is not None and not run.numbers.is_bit_equal and run.numbers.drift > 1e-3
     assert not promise(run, "output_at_init").holds and not promise(run, "base_stream_always").holds

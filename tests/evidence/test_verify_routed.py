@@ -203,3 +203,4 @@ def test_a_loss_that_is_no_number_is_the_worst(place: Path, monkeypatch: pytest.
     monkeypatch.setattr(probes, "excess", lambda model, texts, device: [(name, next(losses)) for name in texts.names])
     held = promise(verify(place / "mixture", record=False), "bounded_forgetting")
     assert not held.holds and any("loses nan nats against the base" in problem for problem in held.problems)
+    assert "at most nan against" in held.evidence

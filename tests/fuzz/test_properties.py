@@ -28,7 +28,7 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.names import is_inside
 from scale_surgery.checkpoint.numbering import Numbering
-from scale_surgery.checkpoint.shards import computed, write_shard
+from scale_surgery.checkpoint.shards import computed, make_header, write_pieces
 from scale_surgery.cli.options import parse_size
 from scale_surgery.fields import fields_of, problems_of
 from scale_surgery.folder.routers import RouterOptions
@@ -122,7 +122,7 @@ def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path: Path, tensor
         computed(name, dtype, tuple(shape), lambda value=values[name]: value)
         for name, (dtype, shape) in tensors.items()
     ]
-    write_shard(tmp_path / "x.safetensors", entries)
+    write_pieces(tmp_path / "x.safetensors", *make_header(entries))
     with safe_open(tmp_path / "x.safetensors", framework="pt") as read:
         assert set(read.keys()) == set(values)
         assert all(torch.equal(read.get_tensor(name), value) for name, value in values.items())

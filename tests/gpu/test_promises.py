@@ -21,6 +21,7 @@ from transformers.utils import is_flash_attn_2_available
 from scale_surgery import Probes, Request, RunOptions, expand, route_export, strip, verify
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.modeling.expanded_routers import CosineRouter, PosteriorRouter, Router
+from scale_surgery.planning.new_tokens import NewTokens
 from tests import routed
 from tests.conftest import REQUESTS, Pair, digests, load
 from tests.modeling import test_promises
@@ -190,6 +191,12 @@ def test_expanded_on_the_device_and_on_the_cpu(tmp_path: Path, device: str, fami
             assert unequal(*models) == []
         strip(path, tmp_path / f"{path.name}-stripped")
         assert digests(tmp_path / f"{path.name}-stripped") == digests(base)
+
+
+def test_new_tokens_beside_an_up_stream_from_the_embedding(tmp_path: Path, device: str) -> None:
+    request = Request("all", new_tokens=NewTokens(("Zaragoza",)))
+    wide = expand(SHIPPED_MODEL, request, tmp_path / "wide", run=RunOptions(device=device)).path
+    assert verify(wide, run=RunOptions(device=device)).passed
 
 
 @pytest.fixture(params=("shipped", "stories"))

@@ -211,6 +211,14 @@ def test_numbers_of_another_model_say_so(copied: Path, forms: dict[str, Path], t
     for was_routed, phrase in ((False, ", of the adapt path alone, not routed"), (True, "")):
         record_own(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
         assert f"{measured}{phrase}, on texts" in card(folder)
+    record_own(copied, training=[RUN], strength=0.5)
+    assert f"{measured}, at strength 1 and not 0.5, on texts" in card(copied)
+    several = Path(shutil.copytree(forms["composed"], tmp_path / "composed"))
+    assert "| strength |" not in card(several), "the control"
+    assert "\n\n| expansion | variant | layers | parameters |\n|---|---|---|--:|\n| `law` |" in card(several)
+    record_own(several, training=[RUN], strength=0.5)
+    assert "\n\n| expansion | variant | layers | parameters | strength |\n|---|---|---|--:|--:|\n" in card(several)
+    assert "| 0.5 |" in card(several) and "law, at strength 1: old text" in card(several)
 
 
 def test_promises_are_those_of_the_certificate(copied: Path) -> None:

@@ -329,6 +329,30 @@ def test_an_extract_comes_back_whole_has_the_licence_and_is_checked(
     assert changing(hub) == []
 
 
+def test_the_card_of_an_extract_shows_what_was_verified_of_its_tensors(hub: Hub, copied: Path, tmp_path: Path) -> None:
+    verify(copied)
+    card = send(hub, extract(copied, tmp_path / "blocks").path, check=True, dry_run=True).card
+    assert "| `output_at_init` | holds |" in card and "They are about the whole model, applied to its base" in card
+    with edited(copied / "expansion-default-00001-of-00001.safetensors") as tensors:
+        name = next(name for name in tensors if name.endswith("w21"))
+        tensors[name] += 1
+    other = extract(copied, tmp_path / "other").path
+    assert "No verification is recorded" in send(hub, other, check=True, dry_run=True).card
+
+
+def test_prompts_of_users_are_not_published(hub: Hub, copied: Path, tmp_path: Path) -> None:
+    """What a base wrote for its own rehearsal begins with the instructions that somebody gave."""
+    (copied / "training").mkdir()
+    for name in ("rehearsal.jsonl", "log.jsonl"):
+        (copied / "training" / name).write_text("{}\n")
+    for number, folder in enumerate((copied, extract(copied, tmp_path / "blocks").path)):
+        done = send(hub, folder, repo=f"me/{number}")
+        names = {file.name for file in done.files}
+        assert "training/log.jsonl" in names and "training/rehearsal.jsonl" not in names
+    assert "training/rehearsal.jsonl" in extract(copied, tmp_path / "again").left_out
+    assert "training/rehearsal.jsonl" in send(hub, copied, dry_run=True).left_out
+
+
 # -- what breaks on the way
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -17,6 +19,8 @@ from tests.conftest import digests, problems, refused
 
 QUESTIONS = [{"question": f"Q: {number}?\nA:", "answer": f"A{number % 7}"} for number in range(60)]
 TEXTS = [{"text": f"Text {number} " + "word " * (number % 5)} for number in range(60)]
+# not the function of the same name
+hold_out_module = importlib.import_module("scale_surgery.learning.hold_out")
 BOOK = "\n\n".join(f"Paragraph {number}" + " word" * 20 for number in range(40))
 
 
@@ -127,6 +131,39 @@ def test_no_more_is_set_aside_than_was_said(data, tmp_path):
     (tmp_path / "book.txt").write_text(BOOK)
     done = hold_out(tmp_path / "book.txt", tmp_path / "other", HoldOutSettings(share=0.5))
     assert set(done.documents) == set(ASIDE)
+
+
+@pytest.mark.parametrize("title", ("", "Title\n\n"))
+@pytest.mark.parametrize("more", ("", "."))
+def test_ends_are_as_long_as_was_said_wherever_gaps_are(tmp_path, title, more):
+    """Of one text without blank lines, or with one after its title, of an even and of an odd length."""
+    text = title + "line of words\n" * 400 + more
+    (tmp_path / "old.txt").write_text(text)
+    done = hold_out(tmp_path / "old.txt", tmp_path / "half", HoldOutSettings(share=0.5))
+    assert set(done.characters) == set(ASIDE), "nothing is left to learn"
+    assert all(0.4 < done.characters[part] / len(text) < 0.6 for part in ASIDE)
+    done = hold_out(tmp_path / "old.txt", tmp_path / "tenth", HoldOutSettings())
+    assert all(0.08 < done.characters[part] / len(text) < 0.16 for part in ASIDE) and done.characters[LEARN]
+
+
+def test_a_long_text_calibrates_as_several(tmp_path):
+    """One text has no standard error."""
+    book = tmp_path / "book.txt"
+    book.write_text("\n".join(f"Line {number} of a long book." for number in range(2_000)))
+    done = hold_out(book, tmp_path / "out", HoldOutSettings(share=0.5))
+    assert done.documents == {"calibrate": 20, "measure": 1}
+    texts = [text for part in ASIDE for _, text in read(done)[part]]
+    assert "\n".join(texts) == book.read_text(), "no word is lost or read twice"
+    assert len(set(texts)) == 21 and min(map(len, texts)) > 500
+
+
+def test_a_large_text_is_hashed_a_piece_at_a_time(monkeypatch):
+    document = Document("Who?\n", 'Zü"rich \\ 東京 \U0001f600' * 9, "x")
+    whole = hold_out_module._hash(document, 3)
+    content = json.dumps([3, document.prompt, document.text]).encode()
+    assert whole == hashlib.blake2b(content, digest_size=16).digest()
+    monkeypatch.setattr(hold_out_module, "HASHED_AT_ONCE", 7)
+    assert hold_out_module._hash(document, 3) == whole != hold_out_module._hash(document, 4)
 
 
 def test_settings_and_folders_are_checked(data, tmp_path):

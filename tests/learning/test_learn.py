@@ -558,6 +558,9 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
         (("--rehearse", "self", "--rehearse", "OLD"), "--rehearse is self, "),
         (("--rehearse", "OLD"), "OLD is named by --old, to measure or calibrate on, and by --rehearse too"),
         (("--data", "OLD"), "OLD is named by --old, to measure or calibrate on, and by --data too"),
+        # a folder that has it, and the same file with an option
+        (("--data", "FOLDER"), "OLD is named by --old, to measure or calibrate on, and by --data too"),
+        (("--rehearse", "OLD,column=text"), "OLD is named by --old, to measure or calibrate on, and by --rehearse too"),
         (("--set", "hold_out.share=0.5"), "hold_out.share is 0.5 for each of 2 parts"),
         (("--new-tokens", "nosuch.txt"), "nosuch.txt: "),
         (("--new-tokens", "OLD", "--new-tokens-from", "OLD"), "--new-tokens and --new-tokens-from: "),
@@ -565,7 +568,9 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
 )
 def test_what_a_later_stage_would_refuse_is_said_first(words, place, settings, tmp_path):
     job = ("--layers", "last:1", "-o", str(tmp_path / "job"), "--dry-run")
-    given = (settings["old"][0] if word == "OLD" else word for word in words)
+    old = settings["old"][0]
+    named = {"OLD": old, "OLD,column=text": f"{old},column=text", "FOLDER": str(Path(old).parent)}
+    given = (named.get(word, word) for word in words)
     said = " ".join(command.run(*learn_words(settings, *job, *given), code=1).output.split())
     assert said.startswith(f"error: {place.replace('OLD', settings['old'][0])}")
     assert not (tmp_path / "job").exists()

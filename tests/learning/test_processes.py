@@ -149,6 +149,14 @@ def test_what_the_first_process_prints_is_given(monkeypatch):
     monkeypatch.setattr("accelerate.commands.launch.launch_command", print_ranks)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     assert run_launched(["inspect", "model"], launch_options(2)) == {"rank": 0}
+    # libraries write to stdout as well
+    for written, expected in (('NCCL version 2.21.5\n{"a": {"b": 1}}\n[W] late\n', {"a": {"b": 1}}), ("NCCL\n", None)):
+        monkeypatch.setattr("scale_surgery.learning.processes._written", lambda *_, written=written: written)
+        if expected is None:
+            with refused("process-failed", "inspect", TrainingError):
+                run_launched(["inspect", "model"], launch_options(2))
+        else:
+            assert run_launched(["inspect", "model"], launch_options(2)) == expected
     assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
 
 

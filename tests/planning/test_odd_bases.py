@@ -53,6 +53,8 @@ def test_a_head_with_other_values_counts_as_its_own(tmp_path):
     assert not inspected.sizes.is_tied and not planned.sizes.is_tied
     assert inspected.parameters_unique == inspected.parameters_stored
     made = expand(base, Request("3", variant="adapt", new_tokens=TOKENS), tmp_path / "wide")
+    wide_inspected = inspect(made.path)
+    assert wide_inspected.has_own_head and not wide_inspected.sizes.is_tied
     (remark,) = inspected.remarks
     assert made.warnings == (remark,)
     assert remark.startswith("config.json says that the head is tied to the embedding, and lm_head.weight has other")
@@ -70,6 +72,16 @@ def test_a_head_with_other_values_counts_as_its_own(tmp_path):
         assert merged.drift is not None and merged.drift.holds
         if to == "fused":
             assert verify(merged.path, base).passed
+
+
+def test_a_plan_from_headers_does_not_decide_whether_a_head_is_tied(tmp_path):
+    """Of a repository that is not here yet, `plan` sees names and shapes, as of another base of the same shapes."""
+    same, other = stored_twice(tmp_path / "same", 0.0), stored_twice(tmp_path / "other", 1.0)
+    planned = plan(same, Request("3", variant="adapt", new_tokens=TOKENS))
+    made = expand(other, planned, tmp_path / "wide")
+    assert planned.sizes.is_tied and not made.plan.sizes.is_tied and made.plan.facts.has_own_head
+    assert NEW_ROWS in new_rows(made.path) and made.warnings
+    assert NEW_ROWS not in new_rows(expand(same, planned, tmp_path / "tied").path), "the control"
 
 
 def test_the_same_head_stored_twice_stays_tied_without_a_word(tmp_path):

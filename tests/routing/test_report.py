@@ -36,6 +36,7 @@ from scale_surgery.routing.report import route_report, write_tokens
 from scale_surgery.routing.token_texts import TextReader, token_texts
 from scale_surgery.show.pages.routing import render_page, write_page
 from scale_surgery.show.tables_route_report import MOST_SHOWN, render_route_report
+from scale_surgery.surgery.merge import merge
 from scale_surgery.text.documents import Document
 from scale_surgery.text.tokenizing import tokenize
 from scale_surgery.visible import visible, visible_line, visible_text
@@ -455,6 +456,9 @@ def test_models_and_texts_that_are_refused(place: Path, tmp_path: Path) -> None:
     for name in ("base", "wide"):
         with refused("model-unrouted", place / name, CheckpointError):
             route_report(place / name, text)
+    fused = merge(place / "cosine", tmp_path / "fused").path
+    with refused("form-fused-not-expanded", fused, CheckpointError):
+        route_report(fused, text)
     (tmp_path / "empty.txt").write_text(" \n")
     texts = [none, tmp_path / "empty.txt", text]
     assert problems(route_report, place / "posterior", texts, error=DataError) == [

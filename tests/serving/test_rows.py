@@ -22,6 +22,7 @@ from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from tests.conftest import load, shake
+from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES, save_tiny
 
 # expansions that differ in layers, widths, heads and variant
@@ -161,3 +162,35 @@ def test_a_mixture_of_experts_is_refused(tmp_path):
     with pytest.raises(PlanError) as caught:
         RowModel(load(expand(tmp_path / "base", WIDE, tmp_path / "wide").path))
     assert list(caught.value.problems) == [Problem("rows-block", "wide")]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "gpt2"])
+def test_attention_alone_mixes_tokens(tmp_path, family):
+    with torch.inference_mode(False):
+        rows = RowModel(load(composed(tmp_path, family, WIDE, NARROW)))
+        watched = rows.watch()
+        assert list(watched) == rows.attentions() and len(watched) == 3
+        assert all(given["head_size"] > 0 and given["scaling"] > 0 for given in watched.values())
+        # what mixes tokens besides is found, in whatever layer it is
+        layer = rows.base_model.get_submodule(rows.model.facts["layers"])[1]
+        layer.register_forward_hook(lambda module, args, output: shifted(output))
+        with pytest.raises(PlanError) as caught:
+            rows.watch()
+    assert [problem.code for problem in caught.value.problems] == ["rows-mixed"]
+
+
+def shifted(output: Any) -> Any:
+    """Add to each token a little of the one before it."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    mixed = hidden + 1e-3 * hidden.roll(1, dims=1)
+    return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1"])
+def test_a_state_space_is_refused(tmp_path, family):
+    with torch.inference_mode(False):
+        base = write_base(twin_config(family), torch.float32, tmp_path / "base")
+        rows = RowModel(load(expand(base, Request("last:1", variant="adapt"), tmp_path / "wide").path))
+        with pytest.raises(PlanError) as caught:
+            rows.watch()
+    assert {problem.code for problem in caught.value.problems} <= {"rows-mixed", "served-attention"}

@@ -34,7 +34,7 @@ from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
-from tests.conftest import digests, edited, load, problems
+from tests.conftest import digests, edited, load, problems, refused
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
 
@@ -153,6 +153,17 @@ def test_ways_to_begin(base_of, tmp_path, init):
     assert len(blocks) == 16
     assert all(bool(value.any()) == (init != "zero") for value in blocks.values())
     assert not values["gpt_neox.embed_in.expansions.default.up_weight"].any()
+
+
+def test_names_that_differ_in_case_alone_are_one(llama_base, tmp_path):
+    """Files are named after expansions, and some disks ignore case."""
+    law = expand(llama_base, Request("1", name="law"), tmp_path / "law").path
+    with refused("name-taken", "name", PlanError):
+        expand(law, Request("1", name="Law"), tmp_path / "both")
+    assert set(read_manifest(expand(law, Request("1", name="laws"), tmp_path / "two").path).expansions) == {
+        "law",
+        "laws",
+    }
 
 
 def test_weights_that_are_not_finite_are_named(llama_base, tmp_path):

@@ -15,17 +15,21 @@ from scale_surgery import (
     Request,
     expand,
     extract,
+    inspect,
     load_expansion,
     merge,
     route_export,
     strip,
     verify,
 )
-from scale_surgery.errors import CheckpointError
+from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.errors import CheckpointError, PlanError
 from scale_surgery.modeling.expanded_routers import ROUTERS
+from scale_surgery.planning.new_tokens import NewTokens
 from tests.by_hand import save_base
-from tests.conftest import digests, refused, shake
+from tests.conftest import digests, edited, refused, shake
 from tests.each import mostly
+from tests.evidence.test_evaluate import with_tokenizer
 from tests.sweep.take import twin_config
 
 ROWS = 9
@@ -219,3 +223,38 @@ def test_a_cap_on_the_logits_that_the_part_for_language_names(tmp_path: Path) ->
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "saved")(input_ids=ids).logits, wanted)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["text_config"]["final_logit_softcapping"] == 0.5
+
+
+def test_new_tokens_are_none_of_the_base(tmp_path: Path) -> None:
+    """The config of the part for language counts them; what is said of the base does not."""
+    base = with_tokenizer(base_of("gemma3", tmp_path / "base"))
+    before = inspect(base).sizes.vocabulary
+    wide = expand(base, Request("1", new_tokens=NewTokens(("Zaragoza", "Quetzal"))), tmp_path / "wide").path
+    written = json.loads((wide / "config.json").read_text())["text_config"]["vocab_size"]
+    assert written > before == inspect(wide).sizes.vocabulary
+
+
+def test_copies_in_files_with_other_names_are_refused(tmp_path: Path) -> None:
+    """Hub files of Qwen2-VL name layers otherwise than the class, beside a flat config: no number would change."""
+    base = base_of("qwen2_vl", tmp_path / "base")
+    names = [name for name in open_checkpoint(base).tensors if ".layers.1." in name]
+    assert names
+    with refused("layers-named-otherwise", "--method depth", PlanError):
+        expand(flat(base), Request("1", method="depth"), tmp_path / "deep")
+    assert not (tmp_path / "deep").exists()
+
+
+def base_of(name: str, folder: Path) -> Path:
+    """Write a tiny model that sees images."""
+    return save_base(folder, AutoModelForImageTextToText.from_config(config_of(name)))
+
+
+def flat(base: Path) -> Path:
+    """Write a model as older releases of transformers did: no part for language in config.json and in names."""
+    with edited(base / "config.json") as config:
+        text = config.pop("text_config")
+        config.update({key: value for key, value in text.items() if key not in ("model_type", "architectures")})
+    with edited(base / "model.safetensors") as tensors:
+        for name in [name for name in tensors if "language_model." in name]:
+            tensors[name.replace("language_model.", "")] = tensors.pop(name)
+    return base

@@ -34,13 +34,17 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL
-from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.errors import Problem
+from scale_surgery.folder.check import check_integrity
 from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.joining import join_pieces, joined_tensors, take_piece
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.drift import TOLERANCES, measure_drift
+from scale_surgery.surgery.compose import compose
+from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.fused import check_fusible
+from scale_surgery.surgery.merge import MergedPart
 from tests.command import run
 from tests.conftest import REQUESTS, digests, edited, load, problems, refusal, refused, shake
 from tests.each import each_shape, mostly, woven
@@ -333,6 +337,20 @@ def test_a_changed_element_is_noticed(fused: Path, expanded: Path, tmp_path: Pat
     assert not result.passed and result.promises[0].problems[0].startswith(f"{name}: sha256")
 
 
+def test_each_tensor_of_a_fused_model_is_read_once_to_be_checked(fused: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def count(checkpoint: Any, name: str) -> torch.Tensor:
+        read.append(name)
+        return read_tensor(checkpoint, name)
+
+    monkeypatch.setattr("scale_surgery.folder.parts.read_tensor", count)
+    folder = open_folder(fused)
+    assert not check_integrity(folder).problems
+    joined = {item.name for item in joined_tensors(folder.manifest)}
+    assert joined <= set(read) and len(read) == len(set(read))
+
+
 def test_a_changed_block_is_named(fused: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(fused, tmp_path / "broken"))
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -518,6 +536,17 @@ def test_states_of_an_unfinished_run_are_named_and_left_out(expanded: Path, tmp_
         assert set(done.left_out) == {"training/checkpoint-2/optimizer.pt", "training/checkpoint-2/complete.json"}
         training = done.path / "training"
         assert (training / "log.jsonl").exists() and not (training / "checkpoint-2").exists()
+
+
+def test_what_a_merge_of_one_of_several_leaves_out_is_named(expanded: Path, tmp_path: Path) -> None:
+    taken = extract(expanded, tmp_path / "extract").path
+    both = compose(strip(expanded, tmp_path / "base").path, {"law": taken, "art": taken}, tmp_path / "both").path
+    (both / "training").mkdir()
+    for name in ("training/log.jsonl", "pytorch_model.bin"):
+        (both / name).write_text("{}")
+    done = merge(both, tmp_path / "fused", part=MergedPart("law"))
+    assert set(done.left_out) == {"training/log.jsonl", "pytorch_model.bin"}
+    assert not any((done.path / name).exists() for name in done.left_out)
 
 
 @pytest.mark.parametrize("is_elsewhere", (False, True))

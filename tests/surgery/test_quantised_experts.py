@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 
 from scale_surgery import Request, expand, extract, load_expansion, strip, verify
 from scale_surgery.checkpoint.folder import open_checkpoint
-from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from tests.conftest import digests, edited, problems, shake
 
 HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 3
@@ -77,6 +77,14 @@ def test_they_stay_as_they_are_stored(base, tmp_path):
     assert torch.equal(logits(made.path), logits(base))
     assert verify(made.path, base).passed
     assert digests(strip(made.path, tmp_path / "stripped").path) == digests(base)
+
+
+def test_a_layer_with_nibbles_has_no_copy(base, tmp_path):
+    """A copy in another dtype would be read as other numbers, and not as zeros."""
+    (found,) = problems(expand, base, Request("1", method="depth"), tmp_path / "deep", error=PlanError)
+    assert found.code == "copies-not-floats"
+    names = [f"model.layers.1.mlp.experts.{part}" for part in ("down_proj_blocks", "gate_up_proj_scales")]
+    assert set(names) <= set(found.values["tensors"]) and not (tmp_path / "deep").exists()
 
 
 def test_a_changed_nibble_is_noticed(base, tmp_path):

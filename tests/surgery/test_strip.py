@@ -78,6 +78,7 @@ def test_every_file_comes_back_byte_for_byte(request, tmp_path, form, how):
 def test_weights_in_other_formats_are_left_out_and_named(llama_base, tmp_path):
     before = digests(llama_base)
     left_out = {"pytorch_model.bin", "model.gguf", "onnx/model.onnx", "consolidated.safetensors"}
+    left_out |= {"onnx/model.onnx_data", "rust_model.ot", "64.tflite"}
     for name in left_out:
         (llama_base / name).parent.mkdir(exist_ok=True)
         (llama_base / name).write_bytes(b"x" * 100)

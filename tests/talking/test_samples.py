@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.progress import no_track
-from scale_surgery.talking.samples import ASIDE, write_samples_of
+from scale_surgery.talking.samples import ASIDE, _Written, write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
-from scale_surgery.text.beginnings import begin_texts, find_beginnings
+from scale_surgery.text.beginnings import Beginnings, begin_texts, find_beginnings
+from scale_surgery.text.conversations import with_thought
 from scale_surgery.text.documents import read_documents
+from scale_surgery.text.instructions import Instruction
 from scale_surgery.training.base_samples import sample_texts
 from scale_surgery.training.sampling import Sampling
 from tests.command import run
@@ -90,6 +93,21 @@ def test_a_model_with_a_template_answers_instructions(tmp_path: Path) -> None:
     # the control
     plain = write_samples_of(base, tmp_path / "plain.jsonl", 2, replace(SETTINGS, raw=True))
     assert plain.begun == "" and texts_of(tmp_path / "plain.jsonl")
+
+
+def test_a_thought_that_the_prompt_opens_belongs_to_the_answer() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    begin = tuple(tokenizer("Why?\n<think>\n")["input_ids"])
+    asked = (Instruction(({"role": "user", "content": "Why?"},), "x"),)
+    begins = Beginnings((begin,), (tokenizer.eos_token_id,), asked)
+
+    def written(text: str) -> Any:
+        return _Written(begins, 0, tokenizer(f"Why?\n<think>\n{text}")["input_ids"], tokenizer)
+
+    whole = written("Hm.\n</think>\n\nSo.")
+    assert whole.is_whole and whole.line["messages"][-1]["content"] == "<think>\nHm.\n</think>\n\nSo."
+    assert with_thought(whole.line["messages"][-1])["content"] == "So."
+    assert not written("Hm, and so on").is_whole, "it was cut before the answer"
 
 
 def test_what_cannot_be_sampled_is_refused(place: Path, tmp_path: Path) -> None:

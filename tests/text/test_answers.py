@@ -143,6 +143,7 @@ class Place:
         file = self.folder / "a.jsonl"
         file.write_text(json.dumps({"messages": messages, **row}) + "\n")
         sequences = tokenize(read_documents([file]), tokenizer)
+        self.tokenizer, self.whole = tokenizer, tokenizer.decode(sequences.ids)
         spans: list[list[int]] = [[]]
         for label in sequences.labels.tolist():
             if label >= 0:
@@ -293,6 +294,27 @@ def test_tools_may_be_a_json_text(place: Place) -> None:
     for tools in ([tool], json.dumps([tool]), [json.dumps(tool)], [tool | {"function": function}]):
         (place.folder / "a.jsonl").unlink(missing_ok=True)
         assert place.read("ended", TURNS, tools=tools) == ["Yo.<|end|>", "Me.<|end|>"]
+
+
+def test_a_template_that_writes_the_day_gives_the_same_tokens_on_any_day(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.utils import chat_template_utils
+
+    monkeypatch.setitem(TEMPLATES, "dated", "{{ strftime_now('%d %B %Y') }}" + TEMPLATES["ended"])
+    seen: list[str] = []
+
+    class Clock(chat_template_utils.datetime):
+        @classmethod
+        def now(cls, *_):
+            seen.append("asked")
+            return cls(1999, 12, 31)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    assert place.read("dated", TURNS) == ["Yo.<|end|>", "Me.<|end|>"]
+    assert "01 January 2026" in place.whole and not seen
+    tokenizer = place.tokenizer
+    assert "31 December 1999" in tokenizer.apply_chat_template(TURNS, tokenize=False) and seen, "the control"
 
 
 def test_thoughts(place: Place) -> None:

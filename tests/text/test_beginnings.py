@@ -171,6 +171,10 @@ def test_without_a_template_or_with_raw_texts_begin_as_texts(with_template: Any,
 
 def test_rows_of_every_form_are_instructions(tmp_path: Path) -> None:
     chat = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user", "assistant")]
+    # some programs write the system message beside the others
+    beside = [{"system": "system", "messages": chat[1:]}, {"messages": chat}]
+    first, second = read_instructions(write(tmp_path / "beside.jsonl", *beside))
+    assert first.messages == second.messages == tuple(chat[:4])
     file = write(tmp_path / "all.jsonl", {"question": "Why?", "answer": "So."}, ROWS[1], {"messages": chat})
     read = read_instructions(file)
     assert [[message["role"] for message in each.messages] for each in read] == [

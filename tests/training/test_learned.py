@@ -40,6 +40,7 @@ from scale_surgery.text.sequences import Sequences, StoredSequences
 from scale_surgery.text.token_cache import open_stored
 from scale_surgery.text.tokenizing import pack, start_tokens, tokenize, without_unscored
 from scale_surgery.training import training_texts
+from scale_surgery.training.settings import REHEARSAL
 from scale_surgery.training.training_texts import read_texts
 from tests.conftest import Bars, digests, edited, problems, refusal, refused
 from tests.each import woven
@@ -293,6 +294,18 @@ def test_added_tokens_are_in_the_embedding(tmp_path: Path, cached: bool) -> None
     text = [tmp_path / "text.txt"]
     settings = TrainingSettings(**SHORT, rehearse=(str(text[0]),))
     train(wide, text, tmp_path / "out", settings, eval_data=EvalData(old=text, new=text), start=start)
+
+
+def test_the_base_rehearses_what_its_own_tokenizer_reads(tmp_path: Path) -> None:
+    """The base has no answer to new tokens, whose rows change as they learn."""
+    request = Request("last:1", variant="adapt", new_tokens=NewTokens(("Xylophone",)))
+    wide = open_folder(expand(SHIPPED_MODEL, request, tmp_path / "wide").path)
+    (tmp_path / "text.txt").write_text("A Xylophone, a dog.\n" * 9)
+    files = {name: [tmp_path / "text.txt"] for name in ("learn", REHEARSAL)}
+    state = PartialState(cpu=True)
+    texts = read_texts(wide, files, SETTINGS, RunOptions(), cache=None, processes=state, track=no_track)
+    rows = wide.manifest.plan.sizes.vocabulary
+    assert texts["learn"].highest == rows > texts[REHEARSAL].highest
 
 
 # training

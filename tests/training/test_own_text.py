@@ -15,20 +15,21 @@ from transformers import AutoTokenizer
 
 from scale_surgery import DataError, Request, TrainingSettings, TrainingStart, expand, train
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.checkpoint.names import SAMPLES_FILE
+from scale_surgery.folder.record import read_manifest
+from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.progress import Finding
+from scale_surgery.running.own_generation import generate_with
 from scale_surgery.show.log_lines import LogLines
 from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import GenerationSettings
 from scale_surgery.text.beginnings import begin_prompts, begin_texts
 from scale_surgery.text.instructions import Instruction
-from scale_surgery.training.base_samples import (
-    sample_base,
-    sample_texts,
-)
+from scale_surgery.training import base_samples
+from scale_surgery.training.base_samples import sample_base, sample_texts
 from scale_surgery.training.kept_samples import kept_or_drawn
 from scale_surgery.training.result import Training
 from scale_surgery.training.sampling import MOST_TEXTS, Sampling, sampling_of
-from scale_surgery.training.settings import SAMPLES_FILE
 from tests.conftest import Bars, edited, flip, load, refused
 from tests.training.test_train import write_lines
 
@@ -141,6 +142,37 @@ def test_the_last_token_is_counted_when_the_last_batch_ends(place: Path) -> None
     assert len(some) > 7, "the first batch ended early"
     counted = list(accumulate(amount for amount, _ in told.events))
     assert counted[-1] == 400 > counted[-2]
+
+
+def test_a_last_batch_is_as_large_as_what_is_missing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+
+    def count(model, inputs, **options):
+        rows.append(len(inputs["input_ids"]))
+        return generate_with(model, inputs, **options)
+
+    monkeypatch.setattr(base_samples, "generate_with", count)
+    begins = begin_texts(AutoTokenizer.from_pretrained(SHIPPED_MODEL), "model")
+    sampling = Sampling(800, 24, 1.0, 3, enough=1_400)
+    made = sample_base(load(place / "wide"), begins, sampling, Told())
+    assert made.tokens >= 1_400 > made.starts[-2], "no text is missing or too many"
+    assert rows[0] == sampling.least == 59 and 0 < max(rows[1:]) < 59, "the control: the first batch was not enough"
+    # half of what a mean text adds is kept in reserve
+    assert [Sampling(9, 24, 1.0, 3, enough=100).missing(4, tokens) for tokens in (50, 99, 100, 120)] == [6, 1, 0, 0]
+    assert Sampling(9, 24, 1.0, 3).missing(4, 50) == 9, "without a limit all are sampled"
+
+
+def test_a_base_is_asked_in_its_own_tokens(place: Path, tmp_path: Path) -> None:
+    """The rows of new tokens change as they learn, and the base has no answer to them."""
+    request = Request("last:1", variant="adapt", new_tokens=NewTokens(("Xylophone",)))
+    wide = expand(SHIPPED_MODEL, request, tmp_path / "wide").path
+    (tmp_path / "asked.txt").write_text("A Xylophone\n")
+    settings = replace(SELF, rehearsal_prompts=str(tmp_path / "asked.txt"), rehearsal_samples=2)
+    done = train(wide, [place / "new.jsonl"], tmp_path / "out", settings)
+    rows = [json.loads(line) for line in (done.path / "training" / SAMPLES_FILE).read_text().splitlines()]
+    assert rows and all(max(row["ids"]) < read_manifest(wide).plan.sizes.vocabulary for row in rows)
+    assert all("Xylophone" in row["text"] for row in rows)
+    assert max(AutoTokenizer.from_pretrained(wide)("A Xylophone")["input_ids"]) >= 512, "the control"
 
 
 def test_beginnings_take_turns_until_enough() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from scale_surgery import Request, RunOptions, TrainingError, TrainingSettings, TrainingStart, expand, strip, train
 from scale_surgery.biographies import SHIPPED_MODEL
@@ -32,8 +33,6 @@ INSTRUCTIONS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, and an expanded base in bfloat16."""
-    from transformers import AutoTokenizer
-
     folder = tmp_path_factory.mktemp("precision")
     write_lines(folder / "new.jsonl", [{"text": "a b c d e f g h " * 12}])
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
@@ -62,7 +61,11 @@ def test_the_processor_is_asked(monkeypatch: pytest.MonkeyPatch, has: tuple[bool
         ("BF16", False, True, (False, False)),
         ("F32", None, True, (False, False)),
         ("F32", True, False, (True, False)),
-        ("F16", None, False, (False, False)),
+        ("F16", None, True, (True, False)),
+        ("F16", None, False, (False, True)),
+        ("F16", True, False, (True, False)),
+        # never in float16, in which small gradients would be zero
+        ("F16", False, True, (False, True)),
     ],
 )
 def test_what_is_chosen(
@@ -71,7 +74,7 @@ def test_what_is_chosen(
     monkeypatch.setattr(arguments, "has_bfloat16", lambda device: has)
     precision = choose_precision(stored, replace(SETTINGS, bf16=asked), CPU)
     assert (precision.bf16, precision.widens) == expected
-    assert bool(precision.reason) is (stored == "BF16")
+    assert bool(precision.reason) is (stored != "F32")
 
 
 @pytest.mark.parametrize("has", [True, False])
@@ -82,7 +85,7 @@ def test_a_run_says_and_records_it(place: Path, tmp_path: Path, monkeypatch: pyt
     model = load_to_train(open_folder(place / "wide"), SETTINGS, CPU)
     assert model.model.embed_tokens.weight.dtype == (torch.bfloat16 if has else torch.float32)
     output = train(place / "wide", data, tmp_path / "out", SETTINGS, start=start, run=CPU).path
-    reason = "autocast to bfloat16, as the base is stored" if has else "no instructions for bfloat16"
+    reason = "autocast to bfloat16; the base is stored in bfloat16" if has else "no instructions for bfloat16"
     assert reason in said[0].precision
     entry = read_manifest(output).training[-1]
     assert entry["precision"] == {"bf16": has, "widens": not has, "reason": said[0].precision}
@@ -90,6 +93,19 @@ def test_a_run_says_and_records_it(place: Path, tmp_path: Path, monkeypatch: pyt
     assert open_checkpoint(output).dtype == "BF16"
     strip(output, tmp_path / "base")
     assert digests(tmp_path / "base") == digests(place / "base")
+
+
+def test_a_base_in_float16_learns_in_float32(tmp_path: Path, place: Path) -> None:
+    """Gradients of a step of many tokens are too small for float16."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    base = save_tiny(tmp_path / "base", "llama", dtype=torch.float16, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(base)
+    wide = expand(base, Request("1-2", variant="adapt"), tmp_path / "wide").path
+    model = load_to_train(open_folder(wide), replace(SETTINGS, bf16=False), CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    output = train(wide, [place / "new.jsonl"], tmp_path / "out", replace(SETTINGS, bf16=False), run=CPU).path
+    assert open_checkpoint(output).dtype == "F16"
+    assert digests(strip(output, tmp_path / "again").path) == digests(base)
 
 
 def test_a_run_goes_on_in_the_precision_in_which_it_began(

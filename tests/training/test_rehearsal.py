@@ -29,6 +29,7 @@ from scale_surgery import (
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
 from scale_surgery.checkpoint.folder import open_checkpoint
+from scale_surgery.checkpoint.names import SAMPLES_FILE
 from scale_surgery.errors import Problem
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.progress import no_track
@@ -54,7 +55,7 @@ from scale_surgery.training.rehearsal import (
     make_rehearsal,
 )
 from scale_surgery.training.sampling import Sampling
-from scale_surgery.training.settings import SAMPLES_FILE, check_settings
+from scale_surgery.training.settings import check_settings
 from tests.conftest import digests, load, problems, refused, shake
 from tests.training.test_own_text import asking
 from tests.training.test_train import ask, expansion, same, stopping_at, write_lines

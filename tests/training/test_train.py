@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import TrainingArguments
 
 from scale_surgery import (
     CheckpointError,
@@ -23,6 +24,7 @@ from scale_surgery import (
     EvalData,
     Probes,
     Request,
+    RunOptions,
     Training,
     TrainingError,
     TrainingSettings,
@@ -40,12 +42,13 @@ from scale_surgery.errors import Problem
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.in_memory import InMemory
+from scale_surgery.training.arguments import make_arguments
 from scale_surgery.training.run_folder import publish_tensors
 from scale_surgery.training.settings import GROUPS
 from tests.command import run
 from tests.conftest import digests, load, problems, refused
 from tests.each import mostly
-from tests.interrupted_steps import FORKS, run_apart, run_command, train_and_die_at_the_end
+from tests.interrupted_steps import FORKS, run_apart, run_command, train_and_die_at_the_end, train_on_a_full_disk
 from tests.tiny import FAMILIES
 
 SHORT = {"sequence_length": 32, "batch_size": 2, "learning_rate": 3e-3, "log_every": 1}
@@ -403,6 +406,35 @@ def test_resume_after_the_last_step_does_no_further_one(place: Path, tmp_path: P
     done = train(place / "adapt", data, tmp_path / "out", settings, eval_data=sides, start=RESUMED)
     assert done.steps == 4 and same(expansion(done.path), expansion(whole.path))
     assert read_manifest(done.path).training[-1]["steps"] == 4
+
+
+def test_a_state_that_cannot_be_written_ends_the_run_with_what_is_kept(place: Path, tmp_path: Path) -> None:
+    """The optimizer's state is the largest file of a run, and torch writes it in C++."""
+    settings = TrainingSettings(steps=2, save_every=2, **SHORT)
+    wide = expand(SHIPPED_MODEL, Request("last:1", variant="adapt"), tmp_path / "wide").path
+    trained = sum(tensor.numel() * 4 for tensor in expansion(wide).values())
+    done = run_apart(train_on_a_full_disk, int(1.5 * trained), wide, place / "texts.jsonl", tmp_path / "out", settings)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert f"{tmp_path / 'out'}: " in done.stderr and "--resume" in done.stderr
+    assert not list((tmp_path / "out" / "training").glob("checkpoint-*"))
+    start = TrainingStart(resume=True, base_weights="link")
+    assert train(wide, [place / "texts.jsonl"], tmp_path / "out", settings, start=start).steps == 2
+
+
+def test_a_process_trains_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a launcher the Trainer would copy a model to each GPU that it sees."""
+
+    def see_two(arguments: TrainingArguments) -> torch.device:
+        arguments._n_gpu = 2
+        return torch.device("cpu")
+
+    seen = functools.cached_property(see_two)
+    seen.__set_name__(TrainingArguments, "_setup_devices")
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", seen)
+    settings = TrainingSettings(steps=2, **SHORT)
+    made = make_arguments(settings, tmp_path, 2, RunOptions(), bf16=False, is_measured=False)
+    assert made.device.type == "cpu" and made.train_batch_size == settings.batch_size == 2
+    assert TrainingArguments(tmp_path, per_device_train_batch_size=2).train_batch_size == 4, "the control"
 
 
 def test_the_output_cannot_be_the_input(place: Path, tmp_path: Path) -> None:
