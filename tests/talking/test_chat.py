@@ -126,7 +126,7 @@ def test_a_conversation_in_a_terminal(place: Path) -> None:
         # at the prompt, Ctrl-C ends nothing
         assert "Ctrl-D or /exit ends" in terminal.interrupt(r"\n[^\n]*> ")
         # another question, in the colours of its paths
-        terminal.ask("/reset", "forgotten")
+        terminal.ask("/reset", "cleared")
         terminal.ask("/set max-new-tokens 12", "at most 12 tokens")
         answer = terminal.ask("Anna", "stopped after 12 tokens")
         wanted = generate(place / "posterior", "Anna", GREEDY).answers[0]
