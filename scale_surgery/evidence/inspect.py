@@ -196,7 +196,9 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     is_base = CONFIG_KEY not in checkpoint.config
     base = read_base(checkpoint, run) if is_base else None
     quantised = None if base is None else quantisation_of(base)
-    has_own_head = _has_own_head(checkpoint) if base is None else base.facts.has_own_head
+    record = _record_of(checkpoint)
+    facts = [base.facts] if base else [] if record is None else [each.facts for each in record.expansions.values()]
+    has_own_head = any(each.has_own_head for each in facts)
     sizes = replace(sizes, is_tied=sizes.is_tied and not has_own_head) if base is None else base.sizes
     stored = sum(info.elements for info in checkpoint.tensors.values())
     shards: dict[str, int] = {}
@@ -214,7 +216,7 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
         parameters_unique=stored - _tied_copy(checkpoint, architecture, sizes),
         bytes=sum(shards.values()),
         left_out=checkpoint.left_out,
-        expanded=None if is_base else _summarise(checkpoint, str(model)),
+        expanded=None if is_base else _summarise(checkpoint, str(model), record),
         quantisation=None if quantised is None else str(quantised),
         not_loaded=() if base is None else base.facts.not_loaded,
         has_own_head=has_own_head,
@@ -223,11 +225,10 @@ def inspect(model: str | Path, *, revision: str | None = None, run: RunOptions =
     )
 
 
-def _has_own_head(expanded: Checkpoint) -> bool:
-    """Return what was recorded of the base's head."""
-    file = expanded.path / MANIFEST_FILE
-    expansions = read_stored(file).expansions if file.is_file() else {}
-    return any(expansion.facts.has_own_head for expansion in expansions.values())
+def _record_of(checkpoint: Checkpoint) -> StoredManifest | None:
+    """Return the record of an expanded model; None for a base, and for what a trainer saved."""
+    file = checkpoint.path / MANIFEST_FILE
+    return read_stored(file) if CONFIG_KEY in checkpoint.config and file.is_file() else None
 
 
 def _tied_copy(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes) -> int:
@@ -235,9 +236,8 @@ def _tied_copy(checkpoint: Checkpoint, architecture: Architecture, sizes: Sizes)
     return 0 if copy is None else copy.elements
 
 
-def _summarise(checkpoint: Checkpoint, title: str) -> FolderSummary:
-    key, file = checkpoint.config[CONFIG_KEY], checkpoint.path / MANIFEST_FILE
-    stored = read_stored(file) if file.is_file() else None
+def _summarise(checkpoint: Checkpoint, title: str, stored: StoredManifest | None) -> FolderSummary:
+    key = checkpoint.config[CONFIG_KEY]
     with reading(checkpoint.path / CONFIG_FILE):
         plain = specs_of_expansions(key)
         specs = [read_record(entry, _Specs, place_of_specs(key, number)) for number, entry in enumerate(plain)]

@@ -10,7 +10,7 @@ from scale_surgery.checkpoint.names import STOCK_FILE
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.integrity import fingerprint_of
 from scale_surgery.evidence.verify import verify
-from scale_surgery.folder.extract_folder import check_own_files, open_extract
+from scale_surgery.folder.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.folder.parts import hash_parts
 from scale_surgery.hub.repository import CARD_FILE, Contents, names_code
 from scale_surgery.progress import Track
@@ -29,10 +29,7 @@ def check_contents(contents: Contents, track: Track) -> Checked:
     if contents.form == "extract":
         extract = open_extract(contents.path)
         check_own_files(extract, track)
-        manifest = extract.manifest
-        # of the whole model, with the base that was recorded
-        present = fingerprint_of(manifest, {**manifest.base_hashes, **hash_parts(extract, manifest.planned)})
-        return Checked(recorded if recorded.get("fingerprint") == present else None)
+        return Checked(recorded if recorded and _is_of(recorded, extract, track) else None)
     if contents.form == "stock":
         _check_stock(contents, track)
         return Checked()
@@ -43,6 +40,15 @@ def check_contents(contents: Contents, track: Track) -> Checked:
         _refuse("push-unverified", contents, [Problem("verify-finding", text=line.removesuffix(".")) for line in lines])
     is_current = recorded.get("fingerprint") == result.fingerprint
     return Checked(recorded if is_current else result.to_json(), result.warnings)
+
+
+def _is_of(certificate: Mapping[str, Any], extract: Extract, track: Track) -> bool:
+    """Return True if a certificate is of an extract's tensors, with the base that was recorded."""
+    manifest = extract.manifest
+    with track("extract tensors", sum(info.bytes for info in extract.tensors.values())) as advance:
+        expansion = hash_parts(extract, manifest.planned, advance)
+    present = fingerprint_of(manifest, {**manifest.base_hashes, **expansion})
+    return bool(certificate.get("fingerprint") == present)
 
 
 def _check_stock(contents: Contents, track: Track) -> None:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -131,19 +132,24 @@ def texts_of_two_uses(uses: Mapping[str, tuple[Sequence[str], Mapping[str, Seque
     Args:
         uses: By option, the texts that are measured, and others by their options that may have none of them.
     """
+    read = cache(_source_and_files)  # a folder is listed once
     for measured, (texts, others) in uses.items():
         for option, used in others.items():
             for name in texts:
-                if any(_share_text(parse_source(name), parse_source(other)) for other in used):
+                if any(_share_text(*read(name), *read(other)) for other in used):
                     yield Problem("text-of-two-uses", name, measured=measured, trained=option)
 
 
-def _share_text(one: TextSource, other: TextSource) -> bool:
+def _source_and_files(name: str) -> tuple[TextSource, set[Path]]:
+    source = parse_source(name)
+    return source, {file.resolve() for file in source.files}
+
+
+def _share_text(one: TextSource, files: set[Path], other: TextSource, others: set[Path]) -> bool:
     """Return True if a file, or a dataset of the Hub, belongs to both, unless they name different parts of it."""
     parts = ((getattr(one, name), getattr(other, name)) for name in ("column", "split", "config", "revision"))
     if any(mine and theirs and mine != theirs for mine, theirs in parts):
         return False
-    files, others = ({file.resolve() for file in text.files} for text in (one, other))
     return bool(files & others) or (one.is_on_hub and one.name == other.name)
 
 

@@ -22,7 +22,7 @@ GROUPS: tuple[TensorGroup, ...] = get_args(TensorGroup)
 Quantisation = Literal["int8", "nf4"]
 AtLeastZero = Annotated[float, Range(least=0)]
 AboveZero = Annotated[float, Range(above=0)]
-# names of text sides besides "old" and "new": rehearsed texts, a sample of the texts to learn; the file of samples
+# names of text sides besides "old" and "new": rehearsed texts, a sample of the texts to learn
 REHEARSAL, SAMPLE = "rehearsal", "text"
 
 

@@ -383,9 +383,8 @@ def _step(trainer: ExpansionTrainer, training: TrainingRun, latest: list[Path]) 
         # torch.save writes in C++
         if isinstance(error, RuntimeError) and not any(name in f"{error}" for name in WRITERS_OF_TORCH):
             raise
-        for checkpoint in training.folder.glob("checkpoint-*"):
-            if checkpoint not in training.whole_checkpoints():
-                shutil.rmtree(checkpoint, ignore_errors=True)
+        for checkpoint in {*training.folder.glob("checkpoint-*")}.difference(training.whole_checkpoints()):
+            shutil.rmtree(checkpoint, ignore_errors=True)
         steps, reason = _steps(trainer, training), getattr(error, "strerror", None) or error
         raise TrainingError(Problem("training-unwritten", training.target, error=reason, **steps)) from error
 
