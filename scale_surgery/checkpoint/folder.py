@@ -216,13 +216,19 @@ def _find_shards(path: Path, files: list[str], without: tuple[str, ...]) -> tupl
     if SINGLE_FILE in files:
         return [SINGLE_FILE], None
     if INDEX_FILE in files:
-        weight_map = read_json(path / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(Problem("index-without-map", INDEX_FILE))
-        _refuse_escapes(weight_map)
-        weight_map = {name: file for name, file in weight_map.items() if not file.startswith(without)}
+        declared = declared_shards(read_json(path / INDEX_FILE))
+        weight_map = {name: file for name, file in declared.items() if not file.startswith(without)}
         return sorted(set(weight_map.values())), weight_map
     raise CheckpointError(_no_weights(path, files))
+
+
+def declared_shards(index: Mapping[str, Any]) -> dict[str, str]:
+    """Return the shard of each tensor in an index."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(Problem("index-without-map", INDEX_FILE))
+    _refuse_escapes(weight_map)
+    return weight_map
 
 
 def _no_weights(path: Path, files: list[str]) -> Problem:

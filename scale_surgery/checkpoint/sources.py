@@ -6,16 +6,33 @@ local cache, it downloads only the headers, so a plan for a model of any size ta
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_surgery.checkpoint.folder import Checkpoint, boundless, name_tensors, open_checkpoint, read_config
+from scale_surgery.checkpoint.folder import (
+    Checkpoint,
+    boundless,
+    declared_shards,
+    name_tensors,
+    open_checkpoint,
+    read_config,
+    read_json,
+)
 from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.listing import reached
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OTHER_WEIGHT_SUFFIXES, as_unicode
+from scale_surgery.checkpoint.names import (
+    CONFIG_FILE,
+    EXTRACT_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    OTHER_WEIGHT_SUFFIXES,
+    SINGLE_FILE,
+    as_unicode,
+)
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError, Problem
 
@@ -37,16 +54,18 @@ def listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
 
 
 def find_source(model: str | Path, revision: str | None = None) -> Source:
-    """Find a model. A Hub repository is downloaded into the local cache without weights in other formats."""
+    """Find a model. A Hub repository is downloaded into the local cache; of its weights, only what the index names."""
     if (local := _local_source(model)) is not None:
         return local
     from huggingface_hub import snapshot_download
 
     # huggingface_hub respects HF_HUB_OFFLINE, HF_HOME and its other settings
-    with _hub_errors(str(model)):
-        folder = Path(snapshot_download(str(model), revision=revision, ignore_patterns=SKIPPED_PATTERNS))
+    folder = find_beside_weights(model, revision)
     # the folder of a snapshot is named after its commit
-    return Source(folder, str(model), folder.name)
+    commit = folder.name
+    with _hub_errors(str(model)):
+        snapshot_download(str(model), revision=commit, allow_patterns=_weights(folder))
+    return Source(folder, str(model), commit)
 
 
 def find_beside_weights(model: str | Path, revision: str | None = None) -> Path:
@@ -58,6 +77,15 @@ def find_beside_weights(model: str | Path, revision: str | None = None) -> Path:
     with _hub_errors(str(model)):
         skipped = [*SKIPPED_PATTERNS, "*.safetensors"]
         return Path(snapshot_download(str(model), revision=revision, ignore_patterns=skipped))
+
+
+def _weights(beside: Path) -> list[str]:
+    """Return patterns of the weights to download: repositories often have a second copy, such as `consolidated-*`."""
+    if (beside / EXTRACT_FILE).is_file():
+        return ["*.safetensors"]
+    index = beside / INDEX_FILE
+    named = declared_shards(read_json(index)).values() if index.is_file() else ()
+    return [SINGLE_FILE, *map(glob.escape, sorted(set(named)))]
 
 
 def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, Checkpoint]:

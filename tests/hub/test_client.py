@@ -112,6 +112,14 @@ def test_what_was_downloaded_is_not_asked_for_again(here: Hub, tmp_path: Path) -
     assert here.sent == sent != {}
 
 
+def test_a_second_copy_of_the_weights_is_not_downloaded(here: Hub, tmp_path: Path) -> None:
+    second = ("consolidated.safetensors", "original/model-00001-of-00002.safetensors")
+    here.repositories[REPO].branches["main"] |= dict.fromkeys(second, b"a second copy of the weights")
+    expand(REPO, Request("last:1"), tmp_path / "e")
+    assert [here.sent[name] for name in second] == [0, 0]
+    assert here.sent["model-00001-of-00007.safetensors"] > 0
+
+
 def test_a_repository_that_is_not_there(here: Hub) -> None:
     for verb in ("plan", "expand"):
         message = " ".join(run(verb, "org/none", "--layers", "0", code=1).stderr.split())
