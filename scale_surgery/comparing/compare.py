@@ -77,7 +77,7 @@ class CompareStart:
     Attributes:
         revision: Branch, tag or commit of a Hub repository.
         overwrite: Whether the folder of another comparison is replaced.
-        forecast: Called once, with what is left to do.
+        forecast: Called once if methods are left, with what is left to do.
         ends: Called with each method that is done, and with the comparison so far.
     """
 
@@ -200,13 +200,15 @@ class _Job:
         if self.comparison.base is None:
             with self.place.base() as model:
                 self._ask_base(model)
+        elif list(self.comparison.left):
+            self._forecast(self.comparison.base.batch_seconds)
         samples = read_samples(self.place.folder / SAMPLES)
         self.own = as_learned(samples, self.texts.training, self.place.checkpoint, self.texts.tokenizer)
         for name in list(self.comparison.left):
             entry = self._row(name, METHODS[name])
             self._keep(self.comparison.adding(entry))
+            write_page(self.comparison, self.place.folder / PAGE)
             self.start.ends(entry, self.comparison)
-        write_page(self.comparison, self.place.folder / PAGE)
         return self.comparison
 
     def _keep(self, comparison: Comparison) -> None:
@@ -225,34 +227,40 @@ class _Job:
         begins = find_beginnings(tokenizer, self.place.name, length)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         check_token_ids(self.place.name, max(texts.highest, begins.highest), vocabulary)
-        written = tokens_per_second(model, begins, sampling)
-        seconds = 0.0 if written is None else sampling.tokens / written
-        seconds += self._seconds_of_methods(texts.seconds_of_batch(model))
-        passes = texts.steps * texts.training.batch_size / len(texts.to_learn)
-        self.start.forecast(Forecast(texts.steps, passes, sampling.tokens, seconds))
+        batch_seconds, written = texts.seconds_of_batch(model), tokens_per_second(model, begins, sampling)
+        self._forecast(batch_seconds, sampling.tokens, 0.0 if written is None else sampling.tokens / written)
         # those of a run that was interrupted after it wrote them are the same
         if not (file := self.place.folder / SAMPLES).is_file():
             samples = sample_texts(model, begins, sampling, self.track)
             write_samples(file, samples if begins.asked else as_documents(samples, tokenizer), tokenizer)
+        losses = self._losses("base", model, MEASURE)
+        if not losses.is_finite:
+            raise TrainingError(Problem("base-loss-not-finite", self.place.name))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         costs = self.place.served_bytes(model), texts.seconds_of_token(model)
-        self._keep(replace(self.comparison, base=Base(self._losses("base", model, MEASURE), parameters, *costs)))
+        self._keep(replace(self.comparison, base=Base(losses, batch_seconds, parameters, *costs)))
 
-    def _seconds_of_methods(self, forward: float) -> float:
-        """Forecast the training of all methods, by the seconds in which the base reads a batch."""
+    def _forecast(self, batch_seconds: float, to_sample: int = 0, sampling_seconds: float = 0.0) -> None:
+        """Forecast what is left, by the seconds in which the base reads a batch."""
+        texts = self.texts
+        seconds = sampling_seconds + batch_seconds * sum(map(self._batches, self.comparison.left))
+        passes = texts.steps * texts.training.batch_size / len(texts.to_learn)
+        self.start.forecast(Forecast(texts.steps, passes, to_sample, seconds))
+
+    def _batches(self, name: str) -> float:
+        """Return how many batches the base would read in the time that a method takes."""
         from scale_surgery.comparing.methods import METHODS
 
-        texts, settings = self.texts, self.comparison.settings
-        lessons = [(texts.lesson(None), 1), (texts.trial(None), settings.rates)]
+        texts, method = self.texts, METHODS[name]
+        tries = self.comparison.settings.rates - sum(done.method == name for done in self.comparison.tries)
+        lessons = [(texts.lesson(None), 1), (texts.trial(None), tries)]
         learned = sum(times * lesson.steps * lesson.settings.batch_size for lesson, times in lessons)
         rehearsed = sum(times * lesson.steps * lesson.settings.rehearsed_rows for lesson, times in lessons)
-        measured = (settings.rates * texts.measured(CALIBRATE) + texts.measured(MEASURE)) / texts.to_learn.longest
-        rows = 0.0
-        for method in map(METHODS.__getitem__, settings.methods):
-            of_row = PASSES_OF_STEP[method.overwrites]
-            # the base reads own samples too
-            rows += measured + of_row * learned + (of_row + 1) * rehearsed * method.rehearses
-        return forward * rows / texts.training.batch_size
+        measured = (tries * texts.measured(CALIBRATE) + texts.measured(MEASURE)) / texts.to_learn.longest
+        passes = PASSES_OF_STEP[method.overwrites]
+        # the base reads own samples too
+        rows = measured + passes * learned + (passes + 1) * rehearsed * method.rehearses
+        return rows / texts.training.batch_size
 
     def _row(self, name: str, method: Method) -> Row | Refused:
         """Try the rates of a method, then train it with the best."""
@@ -268,17 +276,16 @@ class _Job:
         except SurgeryError as error:
             codes = {problem.code for problem in error.problems}
             return Refused(name, f"{error}", is_lasting=isinstance(error, PlanError) or bool(codes & LASTING))
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            problem = Problem("out-of-memory", name, kind=type(error).__name__, error=error)
-            return Refused(name, f"{CheckpointError(problem)}", is_lasting=False)
+        except Exception as error:  # the others go on, whatever PEFT or a model's own class does
+            code = "out-of-memory" if is_out_of_memory(error) else "method-failed"
+            problem = Problem(code, name, kind=type(error).__name__, error=error)
+            return Refused(name, f"{TrainingError(problem)}", is_lasting=False)
 
     def _tries(self, name: str, method: Method) -> list[Try]:
-        """Try rates; not a higher one if a lower one is better than the middle."""
+        """Try rates; a higher one only if the middle is better than the lower one."""
         tried: list[Try] = []
         for factor in FACTORS[: self.place.settings.rates]:
-            if factor > 1 and tried[1].total < tried[0].total:
+            if factor > 1 and tried[0].total >= tried[1].total:
                 break
             tried.append(self._try(name, method, factor))
         return tried

@@ -11,8 +11,8 @@ from scale_surgery.checkpoint.files import plain_json
 from scale_surgery.comparing.settings import CompareSettings
 from scale_surgery.running.loss import Measurement
 
-# a method counts as learning as much as the best one from this share of its learning on
-ENOUGH = 0.9
+# nats per token from which on a difference counts
+MARGIN = 0.01
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,11 @@ class Row:
     learning: float
     forgetting: float
 
+    @property
+    def gain(self) -> float:
+        """What it learned minus what it forgot: by how much the sum of both losses is below the base's."""
+        return self.learning - self.forgetting
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -107,7 +112,7 @@ class Forecast:
         steps: Optimizer steps of each method.
         passes: Passes over the text.
         sampled_tokens: Tokens that the base writes.
-        seconds: Estimated seconds of all methods that are left, from the speed of a few steps of the base.
+        seconds: Estimated seconds of samples and methods that are left, by the speed of the base.
     """
 
     steps: int
@@ -118,9 +123,10 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Base:
-    """The scores of the base, and what serving it takes."""
+    """The scores of the base, the seconds in which it reads a batch, and what serving it takes."""
 
     losses: Losses
+    batch_seconds: float
     parameters: int
     served_bytes: int
     token_seconds: float
@@ -174,18 +180,10 @@ class Comparison:
         return replace(self, refused=(*self.refused, entry))
 
     @property
-    def best(self) -> Row | None:
-        """Return the row that learned most; None if none learned anything."""
-        learned = [row for row in self.rows if row.learning > 0]
-        return max(learned, key=lambda row: row.learning, default=None)
-
-    @property
     def choice(self) -> Row | None:
-        """Return the row that forgot least of those that learned nearly as much as the best; None if none learned."""
-        if (best := self.best) is None:
-            return None
-        enough = [row for row in self.rows if row.learning >= ENOUGH * best.learning]
-        return min(enough, key=lambda row: row.forgetting)
+        """Return the row with the lowest sum of the losses on old and new text; None if the base's is as low."""
+        best = max(self.rows, key=lambda row: row.gain, default=None)
+        return best if best is not None and best.gain > MARGIN else None
 
     @property
     def chosen(self) -> str | None:

@@ -60,6 +60,14 @@ class Place:
         """Return how many numbers the base's tensors hold."""
         return sum(math.prod(info.shape) for info in self.checkpoint.tensors.values())
 
+    @property
+    def embedded(self) -> int:
+        """Return how many of them are in matrices with a row for each token."""
+        config = self.checkpoint.config
+        rows = (config if "vocab_size" in config else config.get("text_config") or {}).get("vocab_size")
+        shapes = (info.shape for info in self.checkpoint.tensors.values())
+        return sum(math.prod(shape) for shape in shapes if shape[0] == rows)
+
     def served_bytes(self, model: Any) -> int:
         """Return the bytes of a model's weights, stored as those of the base are."""
         size = sum(info.bytes for info in self.checkpoint.tensors.values()) / self.numbers
@@ -107,7 +115,8 @@ class Method:
         rehearses: True if it is kept close to the base on own samples.
         overwrites: True if the base's own weights learn. Then that needs a second copy of the base in memory.
         copies: Copies of the base's weights that training takes at least. `full` takes five: the model, its gradient,
-            two moments of AdamW, and the base. `osf` takes six or seven of each matrix, and two of an embedding.
+            two moments of AdamW, and the base. `osf` takes six or seven of each matrix.
+        embedding_copies: Copies of an embedding or head, if they are others.
     """
 
     make: Callable[[Place], AbstractContextManager[Made]]
@@ -116,10 +125,12 @@ class Method:
     rehearses: bool = True
     overwrites: bool = False
     copies: int = 1
+    embedding_copies: int | None = None
 
     def least_bytes(self, place: Place) -> int:
         """Return bytes that training takes at least, in float32. Activations, and what a method adds, come on top."""
-        return self.copies * BYTES * place.numbers
+        copies = self.copies if self.embedding_copies is None else self.embedding_copies
+        return BYTES * (self.copies * (place.numbers - place.embedded) + copies * place.embedded)
 
 
 def _width(model: Any) -> int:
@@ -137,7 +148,11 @@ def _whole(place: Place) -> Iterator[Made]:
 def _on_mlps(place: Place) -> list[str]:
     """Return the linear layers of MLPs, those that grow copies, as modules of the model."""
     # whole names: in GPT-2, attention has a `c_proj` too
-    plan = make_plan(place.checkpoint, Request("all", method="grow"), name=place.name, run=place.run)
+    try:
+        plan = make_plan(place.checkpoint, Request("all", method="grow"), name=place.name, run=place.run)
+    except PlanError as error:  # its fixes are options of `expand`
+        problems = (Problem("method-refused", problem.where, error=problem.found) for problem in error.problems)
+        raise PlanError(*problems) from error
     layers = plan.architecture.layers_path
     return [f"{layers}.{layer}.{name}" for layer in plan.layers for name in plan.expanded_linears(layer)]
 
@@ -157,6 +172,8 @@ def _adapted(place: Place, *, has_subspaces: bool = False) -> Iterator[Made]:
         rate = RATE_TIMES_WIDTH / _width(model)
         with quiet_transformers(), translated("method-refused", place.name):
             wrapped: Any = get_peft_model(model, config)
+        if not any(parameter.requires_grad for parameter in wrapped.parameters()):
+            raise PlanError(Problem("method-without-layers", "--methods", model=place.name))
         merged = wrapped.merge_and_unload
         if has_subspaces:
             base = stack.enter_context(place.base())
@@ -196,7 +213,8 @@ METHODS: Mapping[str, Method] = {
         "orthogonal subspace fine-tuning of PEFT, on linear layers",
         "adapter",
         overwrites=True,
-        copies=3,
+        copies=6,
+        embedding_copies=2,
     ),
     "preserve": Method(_expansion(), "new blocks in the last quarter of the layers, without W12"),
     "adapt": Method(_expansion(**ADAPT), "new blocks in the last quarter of the layers, with W12"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from scale_surgery.comparing.comparison import ENOUGH
+from scale_surgery.comparing.comparison import MARGIN
 from scale_surgery.show.layout import Facts, NamedRows, sentence
 from scale_surgery.show.log_lines import format_left
 from scale_surgery.show.tables import format_bytes, format_count, format_nats, format_seconds
@@ -55,20 +55,40 @@ def costs_of(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 def advice(comparison: Comparison) -> str:
     """Return a sentence on the method to take."""
-    row, best = comparison.choice, comparison.best
     if not comparison.rows:
         return "No method could be trained: see the reasons."
-    if row is None or best is None:
-        return "No method learned the new text: give --tokens a higher number, or look at the text."
-    beside = "It learned most too" if best is row else f"Most was learned by {best.method}: {_change(best)}"
-    return (
-        f"Take {row.method}: of the methods that learned at least {ENOUGH:.0%} of the most, it forgot least, "
-        f"{_change(row)} nats per token. {beside}. One seed: differences that another seed would make are not known."
-    )
+    sentences = list(_verdict(comparison))
+    if comparison.refused:
+        sentences.append(f"Not done: {', '.join(one.method for one in comparison.refused)}.")
+    return " ".join((*sentences, "One seed: differences that another seed would make are not known."))
+
+
+def _verdict(comparison: Comparison) -> Iterator[str]:
+    rows, chosen = comparison.rows, comparison.choice
+    most, least = max(rows, key=lambda row: row.learning), min(rows, key=lambda row: row.forgetting)
+    if chosen is None and most.learning <= MARGIN:
+        yield "No method learned the new text: give --tokens a higher number, or look at the text."
+    elif chosen is None:
+        yield f"No method learned more than it forgot. {_change(most)}."
+    elif len(rows) == 1:
+        yield f"Only {chosen.method} was trained. {_change(chosen)}."
+    else:
+        yield f"Take {chosen.method}: the sum of its losses on old and new text is the lowest. {_change(chosen)}."
+        alike = [row.method for row in rows if row is not chosen and chosen.gain - row.gain < MARGIN]
+        if alike:
+            yield f"As good, within {MARGIN:g} nats: {', '.join(alike)}."
+        if most is not chosen:
+            yield f"Learned most: {_change(most)}."
+        if least not in (chosen, most):
+            yield f"Forgot least: {_change(least)}."
 
 
 def _change(row: Row) -> str:
-    return f"{row.learning:.3f} learned and {row.forgetting:.3f} forgotten"
+    """Describe what a method learned and forgot."""
+    learned = f"learned {row.learning:.3f}" if row.learning >= 0 else f"reads new text worse by {-row.learning:.3f}"
+    is_better = row.forgetting <= -0.0005
+    forgot = f"reads old text better by {-row.forgetting:.3f}" if is_better else f"forgot {abs(row.forgetting):.3f}"
+    return f"{row.method} {learned} and {forgot} nats per token"
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
