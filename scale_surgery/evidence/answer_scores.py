@@ -1,9 +1,10 @@
 """Answers of models to instructions: how many end, repeat themselves, or are in another language than the base's.
 
 ends      the model generates a token that ends an answer within the limit
-repeats   the answer ends with one passage three times in a row or more, 30 characters or more in all; the numbers of
-          lines and the kind of blanks do not count. A refrain in the middle is none, nor is a row of numbers.
-language  by letters and by frequent words, see `languages`: what they do not decide is no other language
+repeats   the answer ends with one passage three times in a row or more, 30 characters or more in all, or 100 without
+          letters, as in a rule of dashes; the numbers of lines and the kind of blanks do not count. A refrain in the
+          middle is none, nor is a row of numbers.
+language  by letters and by frequent words, see `languages`: answers of which these do not decide it are not compared
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from scale_surgery.text.beginnings import Beginnings, find_beginnings
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-DIGITS, BLANKS = re.compile(r"\d+"), re.compile(r"\s+")
-# a passage at the end, so many times in a row, with so many characters in all
-TIMES, CHARACTERS = 3, 30
+NUMBERING, BLANKS = re.compile(r"^\W*\d+", re.MULTILINE), re.compile(r"\s+")
+# a passage at the end, so many times in a row, with so many characters in all, with letters in it and without
+TIMES, CHARACTERS, OF_SIGNS = 3, 30, 100
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class AnswerScore:
         asked: Number of instructions.
         ended: Number of answers that end within the limit.
         repeating: Number of answers that repeat themselves.
-        compared: Number of answers beside one of the base to the same instruction; None without a base.
+        compared: Number of answers whose language is known, as is that of the base's answer to the same instruction;
+            None without a base.
         other_language: Number of these in another language than the base's; None without a base.
         is_chat: True if a chat template asked for them; False if the model continued the instructions as plain text.
         answers: The answers.
@@ -104,8 +106,8 @@ def score_given(
     compared = other = None
     if base is not None:
         languages = {answer.number: answer.language for answer in base}
-        beside = [(answer.language, languages[answer.number]) for answer in answers if answer.number in languages]
-        compared, other = len(beside), sum(are_different(*pair) for pair in beside)
+        found = [are_different(answer.language, languages.get(answer.number, "")) for answer in answers]
+        compared, other = len(found) - found.count(None), found.count(True)
     return AnswerScore(
         asked=len(answers),
         ended=sum(answer.ended for answer in answers),
@@ -154,18 +156,20 @@ def ask_instructions(
 
 def repeats_itself(text: str) -> bool:
     """Return True if a text ends with one passage several times in a row; the last time may be cut."""
-    written = BLANKS.sub(" ", text).strip()
-    if _repeated(written):
-        return True
-    # the lines of a loop may be numbered; a row of numbers is no loop
-    return any(map(str.isalpha, _repeated(DIGITS.sub("0", written))))
+    # the lines of a loop may be numbered
+    return _has_loop(text) or _has_loop(NUMBERING.sub("0", text))
 
 
-def _repeated(text: str) -> str:
-    """Return the passage with which a text ends several times, backwards; empty without one."""
-    backwards = text[::-1]
+def _has_loop(text: str) -> bool:
+    # the blank at the end is that of the last passage, which may be whole
+    backwards = f"{BLANKS.sub(' ', text).strip()} "[::-1]
+    return any(_ends_with_loop(some) for some in (backwards, backwards[1:]))
+
+
+def _ends_with_loop(backwards: str) -> bool:
     for period in range(1, len(backwards) // TIMES + 1):
-        least = max(TIMES * period, CHARACTERS)
-        if len(backwards) >= least and backwards[period:least] == backwards[: least - period]:
-            return backwards[:period]
-    return ""
+        characters = CHARACTERS if any(map(str.isalpha, backwards[:period])) else OF_SIGNS
+        least = max(TIMES * period, characters)
+        if backwards[period:least] == backwards[: least - period]:
+            return True
+    return False

@@ -2,7 +2,8 @@
 
 The script of most letters tells Chinese, Japanese, Korean and Russian from each other and from Latin. It does not tell
 Russian from Ukrainian. Among six languages in Latin letters, frequent words decide: English, German, French, Spanish,
-Portuguese and Italian. A text with few of them, in two of them, or in another such language stays "Latin".
+Portuguese and Italian. A text with few of them, or in two of them, stays "Latin"; so does most text in another such
+language, but Romanian may count as Spanish. Code does not count: its words are English in any language.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ WORDS = {
     "Italian": "il lo gli e è una un in che per con non si del della di la le dei sono come più questa al ha nel o da",
 }
 FREQUENT = {language: frozenset(words.split()) for language, words in WORDS.items()}
+CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]+`", re.DOTALL)
 WORD = re.compile(r"[^\W\d_]+")
 # hits of the language that leads: this many at least, and this many more than of the next
 FEWEST_HITS, AHEAD = 3, 1.3
 
 
 def language_of(text: str) -> str:
-    """Return the name of a language, or of a script that does not decide it; empty for a text without letters."""
+    """Return the name of a language, or of a script that does not decide it; empty without letters outside code."""
+    text = CODE.sub(" ", text)
     letters = Counter(_script(letter) for letter in text if letter.isalpha())
     if letters.total() < FEWEST_LETTERS:
         return ""
@@ -43,12 +46,12 @@ def language_of(text: str) -> str:
     return _by_words(text) if script == LATIN else script
 
 
-def are_different(one: str, other: str) -> bool:
-    """Return True if two texts are certainly in two languages, given what `language_of` says of each."""
-    if not one or not other or one == other:
-        return False
+def are_different(one: str, other: str) -> bool | None:
+    """Return if two texts are in two languages, given what `language_of` says of each; None if that is open."""
     # a short text in Latin letters may be in any of their languages
-    return not (LATIN in (one, other) and {one, other} <= {LATIN, *WORDS})
+    if not one or not other or (LATIN in (one, other) and {one, other} <= {LATIN, *WORDS}):
+        return None
+    return one != other
 
 
 def _script(letter: str) -> str:

@@ -269,7 +269,7 @@ def render_schedule(schedule: TrainingSchedule) -> RenderableType:
         ("rehearses", schedule.rehearses),
         ("computes in", schedule.precision),
     ]
-    return Group(Facts("to train", rows), Text())
+    return Group(Facts("to train", rows), *render_warnings(schedule.warnings), Text())
 
 
 def render_warnings(warnings: tuple[str, ...]) -> list[Text]:
@@ -333,7 +333,7 @@ def _render_answers(rows: Sequence[tuple[str, AnswerScore | None]]) -> Renderabl
     table = NamedRows(["end", "repeat", "other language"])
     for name, score in rows:
         if score is not None:
-            other = "" if score.other_share is None else f"{score.other_share:.1%}"
+            other = "" if score.other_share is None else f"{score.other_share:.1%} of {score.compared}"
             table.add_row(name, f"{score.ended_share:.1%}", f"{score.repeating_share:.1%}", other)
     asked = max(score.asked for _, score in rows if score is not None)
     return Group(heading("answers", f"to {counted(asked, 'instruction')}"), table)

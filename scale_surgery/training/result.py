@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import LOG_FILE
 from scale_surgery.training.run_folder import CURVES_FILE, TrainingRun, last_measured
-from scale_surgery.training.settings import SAMPLE, TrainingSchedule
+from scale_surgery.training.settings import SAMPLE, TrainingSchedule, TrainingSettings
 
 if TYPE_CHECKING:
     from scale_surgery.text.sequences import Sequences
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # least relative fall of the loss without a warning
 LEAST_FALL = 0.01
+# sequences by which text is taken for plain
+LOOKED_AT = 1000
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Training:
         loss: Last loss of the log, nats per token.
         change: The loss before and after, on the same tokens.
         schedule: Its schedule.
-        warnings: Reasons why it learned little.
+        warnings: What may be wrong with it, and reasons why it learned little.
         measured: Last measurement on old and new text; empty if nothing was measured.
         log: Log of the run, JSON lines.
         curves: Curves of the run, PNG.
@@ -84,7 +86,7 @@ def describe_run(
         loss=losses[-1] if losses else None,
         change=change,
         schedule=schedule,
-        warnings=loss_warnings(change),
+        warnings=(*schedule.warnings, *loss_warnings(change)),
         measured=last_measured(log),
         log=training.folder / LOG_FILE,
         curves=training.folder / CURVES_FILE,
@@ -112,3 +114,16 @@ def loss_warnings(change: LossChange | None) -> tuple[str, ...]:
         verb, advice = "rose", f"Lower --learning-rate; if it fell first ({CURVES_FILE}), take fewer --steps."
     which = "the new text" if change.text == "new" else "the texts to learn"
     return (f"the loss on {which} {verb}, from {change.before:.4f} to {change.after:.4f}. {advice}",)
+
+
+def turn_warnings(learned: Sequences, rehearsed: Sequences | None, settings: TrainingSettings) -> tuple[str, ...]:
+    """Return a warning if a model with a chat template learns text without turns, and rehearses none with turns."""
+    rehearses_answers = settings.rehearses_itself and not settings.rehearsal_raw
+    # some sequences show it, where each would be read from the disk
+    has_turns = [not texts.some(LOOKED_AT).is_plain for texts in (learned, rehearsed) if texts is not None]
+    if rehearses_answers or any(has_turns):
+        return ()
+    return (
+        "the tokenizer has a chat template, and the text has no turns. An instruct model that learns it may no longer "
+        "end its answers, unless a router is added: rehearse its answers with --rehearse self.",
+    )

@@ -145,6 +145,7 @@ class TrainingSchedule:
         passes: Passes over them.
         rehearses: Description of the rehearsal text; empty without rehearsal.
         precision: Precision of a base stored in bfloat16; empty for other bases.
+        warnings: What may go wrong.
     """
 
     steps: int
@@ -155,6 +156,7 @@ class TrainingSchedule:
     passes: float
     rehearses: str = ""
     precision: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import SAMPLES_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.staging import check_space, check_target
+from scale_surgery.checkpoint.trainer_files import chat_template
 from scale_surgery.errors import CheckpointError, Problem, TrainingError
 from scale_surgery.evidence.integrity import Integrity, bytes_to_check, check_files
 from scale_surgery.evidence.rehearsed import ITSELF
@@ -48,7 +49,7 @@ from scale_surgery.training.arguments import (
 from scale_surgery.training.load_model import check_quantisation, check_reach, load_to_train
 from scale_surgery.training.rates import with_rate
 from scale_surgery.training.reports import find_reports, reporting
-from scale_surgery.training.result import Training, describe_run
+from scale_surgery.training.result import Training, describe_run, turn_warnings
 from scale_surgery.training.resume_state import check_state
 from scale_surgery.training.run_folder import (
     TrainingRun,
@@ -161,6 +162,9 @@ def train(
                 own = made_by_one(processes, lambda: write_own_text(model.to(processes.device), *given))
             schedule = replace(schedule, rehearses=describe_rehearsal(settings, own.description))
             texts[REHEARSAL] = as_learned(own.texts, settings, folder, tokenizer)
+        if chat_template(folder) is not None:
+            warnings = turn_warnings(texts["learn"], texts.get(REHEARSAL), settings)
+            schedule = replace(schedule, warnings=warnings)
         decisive = _decisive(settings, folder, texts, processes.num_processes)
         # a run may resume on another processor, which would choose another precision
         decisive |= {"precision": asdict(precision)}

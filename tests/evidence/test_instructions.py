@@ -50,6 +50,16 @@ NAMES = {
         ("First a good start, then the end. the end. the end. the end. the end", True),
         ("1. Eat well every day.\n2. Eat well every day.\n3. Eat well every day.\n4. Eat well", True),
         ("的" * 40, True),
+        ("Be kind to people.\n" * 3, True),
+        ("1. Be kind to people.\n2. Be kind to people.\n3. Be kind to people.", True),
+        ("!" * 120, True),
+        (("Name: " + "_" * 40 + "\n") * 3, True),
+        # correct answers whose lines are alike, forms to fill in, rules and numbers
+        ("".join(f"7 x {number} = {7 * number}\n" for number in range(1, 9)), False),
+        ("".join(f"Step {number}: {number * 10} km\n" for number in range(1, 6)), False),
+        ("Signature: " + "_" * 40, False),
+        ("1" + "0" * 33, False),
+        ("Title\n" + "=" * 40, False),
         # twice is no loop; nor are short words, what comes earlier, or a row of numbers
         ("I do not know. " * 2, False),
         ("Ha ha ha ha.", False),
@@ -74,6 +84,15 @@ def test_languages_of_the_packages_list() -> None:
     assert language_of("") == language_of("12 + 4") == "" and language_of("x = f(y)") == "Latin"
 
 
+def test_code_is_in_no_language() -> None:
+    code = "\n```python\nif x is not None and y in for_all:\n    return [that for that in this if not the]\n```\n"
+    assert language_of(f"Вот код:{code}") == "Cyrillic" and language_of(code) == ""
+    assert language_of("Die Funktion `return the_sum_of(this and that)` ist nicht das, was du suchst.") == "German"
+    # a fence that the limit cut, and the control
+    assert language_of(f"Вот код:{code[:-4]}") == "Cyrillic"
+    assert language_of(f"Вот код:{code.replace('`', '')}") != "Cyrillic"
+
+
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
@@ -81,12 +100,13 @@ def test_languages_of_the_packages_list() -> None:
         ("Han", "Japanese", True),
         ("Latin", "Cyrillic", True),
         ("German", "Han", True),
-        ("Latin", "German", False),
-        ("", "German", False),
+        ("Latin", "German", None),
+        ("Latin", "Latin", None),
+        ("", "German", None),
         ("English", "English", False),
     ],
 )
-def test_what_is_not_decided_is_no_other_language(one: str, other: str, expected: bool) -> None:
+def test_what_is_not_decided_is_no_other_language(one: str, other: str, expected: bool | None) -> None:
     assert are_different(one, other) is are_different(other, one) is expected
 
 
@@ -97,8 +117,8 @@ def given(*languages: str, ended: bool = True, first: int = 1) -> list[GivenAnsw
 def test_counts_are_of_the_same_instructions() -> None:
     model, base = given("German", "Latin", "Han"), given("English", "English", first=2)
     score = score_given(model, base, is_chat=True)
-    assert (score.asked, score.ended, score.repeating, score.compared, score.other_language) == (3, 3, 1, 2, 1)
-    assert score.other_share == 0.5 and score_given(model, is_chat=True).other_share is None
+    assert (score.asked, score.ended, score.repeating, score.compared, score.other_language) == (3, 3, 1, 1, 1)
+    assert score.other_share == 1.0 and score_given(model, is_chat=True).other_share is None
     assert score_given(given("Han", ended=False), is_chat=True).ended_share == 0, "the control"
 
 

@@ -30,7 +30,9 @@ from scale_surgery.training.base_samples import sample_base, sample_texts
 from scale_surgery.training.kept_samples import kept_or_drawn
 from scale_surgery.training.result import Training
 from scale_surgery.training.sampling import MOST_TEXTS, Sampling, sampling_of
+from scale_surgery.training.settings import TrainingSchedule
 from tests.conftest import Bars, edited, flip, load, refused
+from tests.instruct import make_instruct
 from tests.training.test_train import write_lines
 
 SELF = TrainingSettings(steps=3, batch_size=1, sequence_length=32, rehearse=("self",))
@@ -274,3 +276,28 @@ def test_a_record_names_texts_without_their_folders(place: Path, tmp_path: Path)
     done = train(place / "wide", [shutil.copy(place / "new.jsonl", private / "new.jsonl")], tmp_path / "out", settings)
     record = (done.path / "surgery.json").read_text()
     assert "alice-at-acme" not in record and '"old.jsonl"' in record
+
+
+def test_plain_text_on_a_model_with_a_template_is_warned_of(place: Path, tmp_path: Path) -> None:
+    """Before the first step and in the result; not if answers are rehearsed, or the text has turns."""
+    expand(make_instruct(tmp_path / "base"), Request("last:1"), tmp_path / "wide")
+    chats = tmp_path / "chats.jsonl"
+    words = [{"role": "user", "content": "Who is it?"}, {"role": "assistant", "content": "Adele."}]
+    write_lines(chats, [{"messages": words}] * 4)
+    plain, short = place / "new.jsonl", replace(SELF, steps=1)
+    runs = [
+        (plain, replace(short, rehearse=()), True),
+        (plain, replace(short, rehearse=(str(plain),)), True),
+        (plain, replace(short, rehearsal_raw=True), True),
+        (plain, short, False),
+        (plain, replace(short, rehearse=(str(chats),)), False),
+        (chats, replace(short, rehearse=()), False),
+    ]
+    for number, (text, settings, is_warned) in enumerate(runs):
+        announced: list[TrainingSchedule] = []
+        start = TrainingStart(cache_dir=tmp_path / "cache", announce=announced.append)
+        done = train(tmp_path / "wide", [text], tmp_path / f"run{number}", settings, start=start)
+        for warnings in (announced[0].warnings, done.warnings):
+            assert any("--rehearse self" in warning for warning in warnings) is is_warned
+    without = train(place / "wide", [plain], tmp_path / "without", replace(short, rehearse=()))
+    assert not any("--rehearse" in warning for warning in without.warnings), "a model without a template"
