@@ -1,4 +1,4 @@
-# The program with torch for CPUs, as a normal user. It is not built in CI: after a change, build it by hand.
+# The program with torch for CPUs, as a normal user. It is not built in CI, and was not built so far.
 #
 #     docker build --tag scale-surgery .
 #     docker run --rm scale-surgery                                                        # the demo

@@ -203,7 +203,7 @@ RELEASE_TORCH ?=
 	@touch $@
 
 release: .venv-release/.installed  ## build sdist and wheel of the last commit into dist/, check them, and try the wheel alone; publishes nothing
-	.venv-release/bin/python release/check.py --torch '$(RELEASE_TORCH)'
+	.venv-release/bin/python release/check.py --torch '$(RELEASE_TORCH)' $(if $(PUBLISH),--to-publish)
 
 release-list: .venv-release/.installed  ## write release/sdist.txt, the files of the sdist, again
 	.venv-release/bin/python release/check.py --list

@@ -3,10 +3,11 @@
 `make release` runs this in an environment with the pinned build tools. Each step stops at the first wrong thing:
 
 1. build: sdist and wheel of two clean clones are the same, byte by byte;
-2. metadata: `twine check --strict`, and a classifier for each release of Python;
+2. metadata: `twine check --strict`, a classifier for each release of Python, the version in CHANGELOG and CITATION;
 3. files: the sdist has the files of release/sdist.txt, and the wheel has the package;
 4. wheel: installed alone, without constraints, it runs `scale-surgery demo` and the quick start of README.
 
+What an index needs and a trial does not is listed at the end; with --to-publish, it is an error.
 `python release/check.py --list` writes release/sdist.txt again. Of this file, tests import the functions.
 """
 
@@ -29,10 +30,11 @@ from email.message import Message
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LISTED = ROOT / "release" / "sdist.txt"
+LISTED = Path("release", "sdist.txt")
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED_MODEL = "Qwen/Qwen3-0.6B"
 PYTHON = "Programming Language :: Python :: 3."
+NEWEST = 14
 # texts that the quick start names
 TEXTS = {
     "domain.jsonl": "".join(f'{{"text": "A new text, number {number}."}}\n' for number in range(400)),
@@ -55,8 +57,8 @@ def require(wrong: list[str], title: str) -> None:
         sys.exit("\n".join([title, *wrong]))
 
 
-def build(place: Path) -> Path:
-    """Build sdist and wheel from a clean clone of the last commit; return the folder that holds both."""
+def build(place: Path) -> tuple[Path, Path]:
+    """Build sdist and wheel from a clean clone of the last commit; return the clone, and the folder that holds both."""
     clone, output = place / "clone", place / "dist"
     run("git", "clone", "--quiet", "--no-hardlinks", ROOT, clone)
     # the clone of a clone has the branch that is checked out, which may be none
@@ -65,7 +67,7 @@ def build(place: Path) -> Path:
     epoch = run("git", "-C", clone, "log", "-1", "--format=%ct").strip()
     environment = {**os.environ, "SOURCE_DATE_EPOCH": epoch, "PIP_CONSTRAINT": str(clone / "constraints.txt")}
     run(sys.executable, "-m", "build", "--outdir", output, clone, env=environment, stderr=subprocess.STDOUT)
-    return output
+    return clone, output
 
 
 def differing(first: Path, second: Path) -> list[str]:
@@ -99,10 +101,16 @@ def read_metadata(wheel: Path) -> Message:
 
 
 def wrong_classifiers(metadata: Message) -> list[str]:
-    """List the classifiers that are missing between the oldest allowed and the newest named Python."""
+    """List the classifiers of releases of Python that are missing or too many."""
     oldest = int(str(metadata["Requires-Python"]).removeprefix(">=3."))
     named = {int(line.removeprefix(PYTHON)) for line in metadata.get_all("Classifier", []) if line.startswith(PYTHON)}
-    return [f"{PYTHON}{minor}" for minor in sorted(set(range(oldest, max(named, default=oldest) + 1)) ^ named)]
+    return [f"{PYTHON}{minor}" for minor in sorted(set(range(oldest, NEWEST + 1)) ^ named)]
+
+
+def without_version(folder: Path, version: str) -> list[str]:
+    """List the files of a clone that do not name the version."""
+    lines = {"CHANGELOG.md": f"## [{version}]", "CITATION.cff": f"version: {version}\n"}
+    return [name for name, line in lines.items() if line not in (folder / name).read_text(encoding="utf-8")]
 
 
 def missing_to_publish(metadata: Message) -> list[str]:
@@ -137,7 +145,7 @@ def without_settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
 
 
-def try_wheel(programs: Path, place: Path) -> None:
+def try_wheel(programs: Path, place: Path, readme: str) -> None:
     """Run the demo and the quick start of README where only the wheel is."""
     place.mkdir()
     environment = {**without_settings(), "PATH": f"{programs}:{os.environ['PATH']}"}
@@ -150,7 +158,7 @@ def try_wheel(programs: Path, place: Path) -> None:
     shutil.copytree(shipped, place / "biographies")
     for name, text in TEXTS.items():
         (place / name).write_text(text, encoding="utf-8")
-    for language, body in quick_start((ROOT / "README.md").read_text(encoding="utf-8"), "biographies"):
+    for language, body in quick_start(readme, "biographies"):
         program = ("sh", "-ex", "-c") if language == "sh" else (programs / "python", "-c")
         run(*program, body, **options)
     wrong = differing(place / "biographies", place / "qwen3-again")
@@ -162,14 +170,14 @@ def say(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
-def check(torch: str) -> None:
+def check(torch: str, *, to_publish: bool) -> None:
     """Build, check and try a release, and leave it in dist/."""
     started = time.monotonic()
     if run("git", "-C", ROOT, "status", "--porcelain"):
         say("changes that are not committed are in no release")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        built, again = build(place / "first"), build(place / "second")
+        (clone, built), (_, again) = build(place / "first"), build(place / "second")
         require(differing(built, again), "a second build gave other bytes:")
         (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
         say(*(f"built     {file.name}, {file.stat().st_size:,} bytes, twice the same" for file in (sdist, wheel)))
@@ -177,10 +185,13 @@ def check(torch: str) -> None:
         run(sys.executable, "-m", "twine", "--no-color", "check", "--strict", sdist, wheel)
         metadata = read_metadata(wheel)
         require(wrong_classifiers(metadata), "classifiers:")
-        say("metadata  twine check --strict passed, and each release of Python has its classifier")
+        require(without_version(clone, metadata["Version"]), f"version {metadata['Version']} is not in:")
+        missing = missing_to_publish(metadata)
+        require(missing if to_publish else [], "to publish, it lacks:")
+        say("metadata  twine check --strict passed, classifiers and versions agree")
 
-        files = sdist_files(sdist)
-        require(changes(LISTED.read_text().splitlines(), files), "make release-list, if the sdist should change:")
+        files, listed = sdist_files(sdist), (clone / LISTED).read_text().splitlines()
+        require(changes(listed, files), "make release-list, if the sdist should change:")
         package = [name for name in files if name.startswith("scale_surgery/")]
         require(changes(package, wheel_files(wheel)), "the wheel is not the package of the sdist:")
         say(f"files     {len(files)} in the sdist, {len(package)} in the wheel")
@@ -188,30 +199,31 @@ def check(torch: str) -> None:
         programs = install_alone(wheel, place / "alone", torch)
         frozen = run(programs / "pip", "freeze", env=without_settings())
         say("wheel     with " + ", ".join(re.findall(r"^(?:torch|transformers|huggingface_hub)==\S+", frozen, re.M)))
-        try_wheel(programs, place / "trial")
+        try_wheel(programs, place / "trial", (clone / "README.md").read_text(encoding="utf-8"))
         say("wheel     demo and quick start ran")
 
         shutil.rmtree(ROOT / "dist", ignore_errors=True)
         shutil.copytree(built, ROOT / "dist")
-    say(f"dist/     ready, in {time.monotonic() - started:.0f} s", *(
-        f"to publish, it lacks: {missing}" for missing in missing_to_publish(metadata)
-    ))  # fmt: skip
+    lacks = (f"to publish, it lacks: {some}" for some in missing)
+    say(f"dist/     ready, in {time.monotonic() - started:.0f} s", *lacks)
 
 
 def write_list() -> None:
     """Write release/sdist.txt from a build of the last commit."""
     with tempfile.TemporaryDirectory() as folder:
-        (sdist,) = build(Path(folder)).glob("*.tar.gz")
-        LISTED.write_text("\n".join(sdist_files(sdist)) + "\n")
+        _, built = build(Path(folder))
+        (sdist,) = built.glob("*.tar.gz")
+        (ROOT / LISTED).write_text("\n".join(sdist_files(sdist)) + "\n")
 
 
 def main() -> None:
     """Check a release, or write the list of its files."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--list", action="store_true", help="write release/sdist.txt")
+    parser.add_argument("--to-publish", action="store_true", help="fail if something is missing that an index needs")
     parser.add_argument("--torch", default="", help="the torch to install before the wheel, such as torch==2.13.0")
     options = parser.parse_args()
-    write_list() if options.list else check(options.torch)
+    write_list() if options.list else check(options.torch, to_publish=options.to_publish)
 
 
 if __name__ == "__main__":

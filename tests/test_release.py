@@ -24,6 +24,10 @@ def release() -> ModuleType:
     return module
 
 
+def release_version() -> str:
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+
+
 def metadata(*minors: int, urls: tuple[str, ...] = ()) -> Message:
     made = Message()
     made["Requires-Python"] = ">=3.11"
@@ -51,9 +55,15 @@ def test_a_file_too_many_and_one_too_few_are_noticed(release):
 
 
 def test_a_python_without_a_classifier_is_noticed(release):
-    assert release.wrong_classifiers(metadata(11, 12, 13)) == []
-    assert release.wrong_classifiers(metadata(11, 13)) == ["Programming Language :: Python :: 3.12"]
-    assert release.wrong_classifiers(metadata(10, 11)) == ["Programming Language :: Python :: 3.10"]
+    assert release.wrong_classifiers(metadata(11, 12, 13, 14)) == []
+    assert release.wrong_classifiers(metadata(11, 13, 14)) == ["Programming Language :: Python :: 3.12"]
+    assert release.wrong_classifiers(metadata(11, 12, 13)) == ["Programming Language :: Python :: 3.14"]
+    assert release.wrong_classifiers(metadata(10, 11, 12, 13, 14)) == ["Programming Language :: Python :: 3.10"]
+
+
+def test_a_version_that_a_file_does_not_name_is_noticed(release):
+    assert release.without_version(ROOT, version := release_version()) == []
+    assert release.without_version(ROOT, f"{version}1") == ["CHANGELOG.md", "CITATION.cff"]
 
 
 def test_what_an_index_still_needs_is_listed(release):
@@ -72,7 +82,9 @@ def test_readme_has_a_quick_start_to_try(release):
 
 def test_a_file_that_is_listed_for_the_sdist_is_there(release):
     """The list is that of a build; a file that was removed since is noticed at once, others by `make release`."""
-    assert [name for name in release.LISTED.read_text().splitlines() if not (ROOT / name).is_file()] == ["PKG-INFO"]
+    assert [name for name in (ROOT / release.LISTED).read_text().splitlines() if not (ROOT / name).is_file()] == [
+        "PKG-INFO"
+    ]
 
 
 def test_the_citation_is_of_this_version_and_names_every_paper():
