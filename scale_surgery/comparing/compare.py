@@ -47,6 +47,7 @@ from scale_surgery.progress import Steps, Track, no_track
 from scale_surgery.running.device import is_out_of_memory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids
+from scale_surgery.text.instructions import read_instructions
 from scale_surgery.text.sources import paths_of
 
 if TYPE_CHECKING:
@@ -128,10 +129,12 @@ def compare(
     if problems := [*problems, *texts_of_two_uses({"--old": (files["old"], {"--data": files["new"]})})]:
         raise PlanError(*problems)
     check_methods(settings.methods)
+    if settings.prompts is not None:
+        read_instructions(settings.prompts)  # so that a wrong file is an error now
     if is_cpu(run):
         keep_freed_memory()
     folder = Path(output)
-    every = [name for side in files.values() for name in side]
+    every = [*files["new"], *files["old"], *filter(None, [settings.prompts])]
     check_job_folder(folder, RECORD, BEFORE, {str(path): path for path in (Path(model), *paths_of(every))})
     place = Place.open(find_source(model, start.revision), folder, settings, run)
     new = Comparison(str(model), settings, _machine(place), _stamps(text_files(every), place.checkpoint.stamps))
@@ -224,7 +227,7 @@ class _Job:
         texts, tokenizer = self.texts, self.texts.tokenizer
         length = texts.to_learn.longest
         sampling = sampling_of(texts.training, texts.steps, length, length)
-        begins = find_beginnings(tokenizer, self.place.name, length)
+        begins = find_beginnings(tokenizer, self.place.name, length, self.comparison.settings.prompts)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         check_token_ids(self.place.name, max(texts.highest, begins.highest), vocabulary)
         batch_seconds, written = texts.seconds_of_batch(model), tokens_per_second(model, begins, sampling)

@@ -30,6 +30,9 @@ class CompareSettings:
             default, a quarter of it and, with 3, four times the default if the quarter is not better.
         sequence_length: Tokens in a sequence. Default: the model's context length, at most 512.
         batch_size: Sequences in one optimizer step. Default: 8, or fewer so that there are 48 steps.
+        prompts: Instructions that MODEL answers as own samples, through its chat template if there is one: a file, one
+            a line, or JSONL with {"prompt"}, {"system", "prompt"} or {"messages"}. Default: 200 of this package, or,
+            without a chat template, the token that begins a text.
         rank: Rank of the adapters (lora).
         rehearsal_weight: Weight of the divergence from the base on text that it sampled.
         seed: Seed of all random numbers.
@@ -40,6 +43,7 @@ class CompareSettings:
     rates: Annotated[int, Range(least=1, most=3)] = 2
     sequence_length: SequenceLength | None = None
     batch_size: Count | None = None
+    prompts: str | None = None
     rank: Count = field(default=32, metadata=NO_OPTION)
     rehearsal_weight: AboveZero = field(default=1.0, metadata=NO_OPTION)
     seed: Seed = 0

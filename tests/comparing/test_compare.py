@@ -20,7 +20,7 @@ from scale_surgery import CompareSettings, Comparison, Request, compare, expand
 from scale_surgery.biographies import SHIPPED_MODEL, SHIPPED_PEOPLE, biography, people
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.sources import find_source
-from scale_surgery.comparing.compare import MEASURED, PAGE, RECORD, CompareStart
+from scale_surgery.comparing.compare import MEASURED, PAGE, RECORD, SAMPLES, CompareStart
 from scale_surgery.comparing.comparison import Base, Losses, Refused, Row
 from scale_surgery.comparing.methods import METHODS, Place
 from scale_surgery.comparing.settings import FOLDERS
@@ -124,6 +124,23 @@ def test_of_a_long_text_a_bounded_part_is_measured(texts: dict[str, Path], tmp_p
         lines = (tmp_path / "out" / FOLDERS["old"] / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
         held_out = sum(len(json.loads(line)["text"]) for line in lines)
         assert MEASURED / 2 < held_out < MEASURED + max(map(len, documents)) < sum(map(len, documents)) / 2
+
+
+def test_own_samples_begin_as_asked(texts: dict[str, Path], tmp_path: Path) -> None:
+    asked = tmp_path / "asked.txt"
+    asked.write_text("Once there was\nNobody knows\n", encoding="utf-8")
+    settings = replace(SETTINGS, methods=("preserve",), tokens=64, prompts=str(asked))
+    arguments: Any = (SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", settings)
+    done = compare(*arguments)
+    samples = [json.loads(line)["text"] for line in (tmp_path / "out" / SAMPLES).read_text("utf-8").splitlines()]
+    assert samples and all(text.startswith(("<s>Once there was", "<s>Nobody knows")) for text in samples)
+    assert compare(*arguments) == done
+    asked.write_text("Once there was\n", encoding="utf-8")
+    with refused("comparison-of-other-settings", tmp_path / "out", CheckpointError):
+        compare(*arguments)
+    with pytest.raises(DataError, match=r"none\.txt"):
+        compare(*arguments[:3], tmp_path / "other", replace(settings, prompts="none.txt"))
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_try_is_measured_on_half_as_much_text_as_it_learns(
