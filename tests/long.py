@@ -23,7 +23,9 @@ WHOLE = (
     "tests/surgery/test_strip.py",
     "tests/surgery/test_interruptions.py",
     "tests/cli/test_program.py",
+    "tests/test_problems.py",
     "tests/test_rooms.py",
+    "tests/test_schemas.py",
 )
 LINE = re.compile(r"(\d+\.\d+)s (?:call|setup|teardown)\s+(tests/.+)")
 
