@@ -122,7 +122,7 @@ def _option(
     elif field.kind is tuple and not field.choices:
         more = {"multiple": True, "callback": lambda context, parameter, given: given or None}
     elif field.kind is tuple:
-        more = {"callback": as_list}
+        more = {"callback": as_list, "shell_complete": functools.partial(_complete_list, field.choices)}
     elif field.kind is Path:
         more = {"type": FILE}
     elif field.choices:
@@ -134,6 +134,15 @@ def _option(
 def as_list(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Any:
     """Parse a comma-separated list. An empty string is returned as it is, so that a command rejects it."""
     return text and tuple(map(str.strip, text.split(",")))
+
+
+def _complete_list(
+    choices: Sequence[str], _context: click.Context, _parameter: click.Parameter, written: str
+) -> list[str]:
+    """Complete the last name of a comma-separated list, by names that are not in it yet."""
+    before, comma, begun = written.rpartition(",")
+    left = (name for name in choices if name.startswith(begun) and name not in before.split(","))
+    return [f"{before}{comma}{name}" for name in left]
 
 
 def _default(field: Field) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from scale_surgery.cli.options import output_options, parse_size
@@ -35,6 +36,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expanded(base: Path) -> Path:
     run("expand", base, "--layers", "last:1", "-o", base.parent / "expanded")
     return base.parent / "expanded"
+
+
+@pytest.mark.parametrize(
+    ("begun", "completed"),
+    [("l", ["lora"]), ("lora,", ["lora,full", "lora,osf"]), ("full,lora,o", ["full,lora,osf"]), ("x", [])],
+)
+def test_a_shell_completes_the_names_of_a_list(begun: str, completed: list[str]) -> None:
+    asked = ShellComplete(main, {}, "scale-surgery", "_COMPLETE")
+    found = [item.value for item in asked.get_completions(["compare", "--methods"], begun)]
+    assert found[: len(completed)] == completed and bool(found) == bool(completed)
 
 
 def test_help_imports_neither_torch_nor_transformers() -> None:
