@@ -39,12 +39,12 @@ def expanded(base: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("begun", "completed"),
+    ("written", "completed"),
     [("l", ["lora"]), ("lora,", ["lora,full", "lora,osf"]), ("full,lora,o", ["full,lora,osf"]), ("x", [])],
 )
-def test_a_shell_completes_the_names_of_a_list(begun: str, completed: list[str]) -> None:
+def test_a_shell_completes_the_names_of_a_list(written: str, completed: list[str]) -> None:
     asked = ShellComplete(main, {}, "scale-surgery", "_COMPLETE")
-    found = [item.value for item in asked.get_completions(["compare", "--methods"], begun)]
+    found = [item.value for item in asked.get_completions(["compare", "--methods"], written)]
     assert found[: len(completed)] == completed and bool(found) == bool(completed)
 
 
