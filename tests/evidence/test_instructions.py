@@ -143,7 +143,9 @@ def test_evaluate_counts_answers_beside_those_of_the_base(place: Path, tmp_path:
     base, fresh, disabled = json.loads(file.read_text())["scores"]
     assert disabled["answers"] is None and disabled["probes"] is None
     assert fresh["answers"]["answers"] == base["answers"]["answers"], "a fresh expansion changes nothing"
-    assert (base["answers"]["asked"], fresh["answers"]["compared"], fresh["answers"]["other_share"]) == (6, 6, 0)
+    known = sum(answer["language"] not in ("", "Latin") for answer in base["answers"]["answers"])
+    assert (base["answers"]["asked"], fresh["answers"]["compared"], fresh["answers"]["other_share"]) == (6, known, 0)
+    assert 0 < known < 6
     assert base["answers"]["compared"] is base["answers"]["other_share"] is None
     assert base["answers"]["ended_share"] == 1 and base["answers"]["is_chat"]
     # the control: one token is no whole answer
