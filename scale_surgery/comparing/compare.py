@@ -62,7 +62,7 @@ BEFORE = (f".{LOCK}.lock", UNFINISHED)
 SHARES = {"new": HoldOutSettings.share, "old": LARGEST_SHARE}
 # characters of a held-out part. All methods are measured on the same text, so differences between them need less text
 # than a loss alone
-MEASURED = 20_000
+MEASURED = 12_000
 # why a method will not be done later either
 LASTING = {"method-refused", "method-diverged"}
 # between the rates that are tried

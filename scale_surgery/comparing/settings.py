@@ -26,7 +26,7 @@ class CompareSettings:
             MLPs. osf: orthogonal subspace fine-tuning of PEFT. preserve, adapt, gated, grow: expansions. routed: adapt
             without rehearsal, with a router.
         tokens: Tokens that each method learns. A shorter text is read again.
-        rates: Learning rates that are tried for each method, on a twelfth of the tokens, in at least 8 steps: the
+        rates: Learning rates that are tried for each method, on a 24th of the tokens, in at least 8 steps: the
             default, a quarter of it and, with 3, four times the default if the quarter is not better.
         sequence_length: Tokens in a sequence. Default: the model's context length, at most 512.
         batch_size: Sequences in one optimizer step. Default: 8, or fewer so that there are 48 steps.

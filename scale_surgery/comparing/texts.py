@@ -30,7 +30,7 @@ from scale_surgery.training.settings import TrainingSettings
 LONGEST = 512
 # share of the tokens on which a rate is tried, and the fewest steps: the first steps of AdamW are large for any
 # gradient, so fewer would find every rate too high
-TRIED, FEWEST = 1 / 12, 8
+TRIED, FEWEST = 1 / 24, 8
 # share of a window that is only context, which the window before has scored
 OVERLAP = 1 / 8
 # tokens of each text on which a try of a rate is measured, as a share of those that it learns, and the fewest

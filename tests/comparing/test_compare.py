@@ -164,8 +164,8 @@ def test_a_try_is_long_enough_to_warm_up(done: tuple[Comparison, Path]) -> None:
     texts = read_texts(Place.open(find_source(SHIPPED_MODEL), done[1], settings, RunOptions()))
     steps = {1: 1, 2: 1, 8: 4, 9: 5, 20: 10, 49: 10, 1000: 60}
     assert {count: replace(texts.lesson(None), steps=count).warm_up for count in steps} == steps
-    # eight steps of smaller batches, and a twelfth of the tokens all the same
-    for tokens, rows, share in ((16 * 4 * 48, 2, 1 / 12), (16 * 8 * 120, 8, 1 / 12), (16 * 10, 1, 8 / 10)):
+    # eight steps of smaller batches, and a 24th of the tokens all the same
+    for tokens, rows, share in ((16 * 4 * 48, 1, 1 / 24), (16 * 8 * 120, 5, 1 / 24), (16 * 10, 1, 8 / 10)):
         shorter = CompareSettings(tokens=tokens, sequence_length=16)
         texts = read_texts(Place.open(find_source(SHIPPED_MODEL), done[1], shorter, RunOptions()))
         trial = texts.trial(None)
