@@ -83,7 +83,7 @@ def table(grouped: Cells) -> list[str]:
     """Lay out the share that is kept, in percent: mean and range over seeds."""
     levels = sorted({level for by_level in grouped.values() for level in by_level})
     lines = [
-        f"| method | own samples | trained | {' | '.join(f'{level:g}' for level in levels)} |",
+        f"| method | own samples | trained | {' | '.join(f'{_people(level)} people' for level in levels)} |",
         f"|---|---|--:|{'--:|' * len(levels)}",
     ]
     for (name, rehearses), by_level in sorted(
@@ -96,11 +96,18 @@ def table(grouped: Cells) -> list[str]:
 
 
 def _shown(cell: Cell | None) -> str:
-    if cell is None or cell.mean is None:
-        return "" if cell is None else "not learned"
+    if cell is None:
+        return ""
     known = [100 * share for share in cell.kept if share is not None]
+    if cell.mean is None:
+        missing = len(cell.kept) - len(known)
+        return "; ".join([*(f"{share:.1f}" for share in known), f"{missing} not learned" if known else "not learned"])
     spread = f" ({min(known):.1f} to {max(known):.1f})" if len(known) > 1 else ""
     return f"{100 * cell.mean:.1f}{spread}"
+
+
+def _people(level: float) -> str:
+    return f"{round(level * FULL):,}"
 
 
 def draw(grouped: Cells, file: Path) -> None:
@@ -126,8 +133,8 @@ def draw(grouped: Cells, file: Path) -> None:
                     axes.plot([level] * len(lost), lost, color=colour, marker=marker, markersize=3, linestyle="none")
             axes.set_xscale("log", base=2)
             ticks = sorted({level for by_level in grouped.values() for level in by_level})
-            axes.set_xticks(ticks, [f"{level:g}" for level in ticks])
-            axes.set_xlabel("people that the base was shown, of those that just fill it")
+            axes.set_xticks(ticks, [*map(_people, ticks)])
+            axes.set_xlabel("people that the base was shown")
             axes.set_title("with own samples" if rehearses else "without")
             axes.set_ylim(bottom=0)
         figure.axes[0].set_ylabel("right answers that are lost, %")
