@@ -84,7 +84,7 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """What it learned minus what it forgot: by how much the sum of both losses is below the base's."""
+        """Learning minus forgetting: by how much the sum of both losses is below the base's."""
         return self.learning - self.forgetting
 
 
