@@ -118,10 +118,10 @@ def loss_warnings(change: LossChange | None) -> tuple[str, ...]:
 
 def turn_warnings(learned: Sequences, rehearsed: Sequences | None, settings: TrainingSettings) -> tuple[str, ...]:
     """Return a warning if a model with a chat template learns text without turns, and rehearses none with turns."""
-    rehearses_answers = settings.rehearses_itself and not settings.rehearsal_raw
+    if settings.rehearses_itself and not settings.rehearsal_raw:
+        return ()
     # some sequences show it, where each would be read from the disk
-    has_turns = [not texts.some(LOOKED_AT).is_plain for texts in (learned, rehearsed) if texts is not None]
-    if rehearses_answers or any(has_turns):
+    if any(not texts.some(LOOKED_AT).is_plain for texts in (learned, rehearsed) if texts is not None):
         return ()
     return (
         "the tokenizer has a chat template, and the text has no turns. An instruct model that learns it may no longer "
