@@ -207,7 +207,10 @@ class _Job:
             self._forecast(self.comparison.base.batch_seconds)
         samples = read_samples(self.place.folder / SAMPLES)
         self.own = as_learned(samples, self.texts.training, self.place.checkpoint, self.texts.tokenizer)
-        for name in list(self.comparison.left):
+        left = list(self.comparison.left)
+        if not left:
+            write_page(self.comparison, self.place.folder / PAGE)  # an interrupted run may have left an older one
+        for name in left:
             entry = self._row(name, METHODS[name])
             self._keep(self.comparison.adding(entry))
             write_page(self.comparison, self.place.folder / PAGE)
