@@ -32,7 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LISTED = Path("release", "sdist.txt")
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAMED_MODEL = "Qwen/Qwen3-0.6B"
+NAMED_MODEL = "Qwen/Qwen3-0.6B-Base"
 PYTHON = "Programming Language :: Python :: 3."
 NEWEST = 14
 # texts that the quick start names

@@ -51,7 +51,7 @@ class Settings:
 
     Attributes:
         new_people: People to learn.
-        asked: Old people who are asked about in each split.
+        asked: Old people who are asked about in each split; half of the base's people if they are fewer.
         steps: Most optimizer steps.
         together: New people in a batch; as many rehearsed rows stand beside them.
         every: Steps between two measurements.
@@ -60,10 +60,10 @@ class Settings:
     """
 
     new_people: int = 250
-    asked: int = 200
-    steps: int = 600
+    asked: int = 500
+    steps: int = 1800
     together: int = 32
-    every: int = 20
+    every: int = 30
     samples: int = 8192
     weight: float = 1.0
 
@@ -128,7 +128,7 @@ class Exam:
     """Questions about old and new people, and what the base answers."""
 
     def __init__(self, base: Any, old: Sequence[Facts], settings: Settings) -> None:
-        half = settings.asked
+        half = min(settings.asked, len(old) // 2)
         self.splits = [questions(some) for some in (old[:half], old[half : 2 * half])]
         self.new = questions(facts(settings.new_people, FIRST_NEW))
         answers = [_answer(base, *split) for split in self.splits]

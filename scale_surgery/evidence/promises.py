@@ -256,7 +256,7 @@ def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tu
         best = "the base" if count == 1 else "its best path"
         lose, bests = ("lose", best.replace("its", "their")) if mixture.texts > 1 else ("loses", best)
         evidence += f"; {counted(mixture.texts, 'text')} {lose} at most {max(mixture.excess, 0.0):.3g} against {bests}"
-        evidence += f", of which rounding explains {mixture.rounding:.2g}" if mixture.excess > bound else ""
+        evidence += f"; rounding of logits may add up to {mixture.rounding:.2g}" if mixture.excess > bound else ""
         most = bound + each * mixture.longest + mixture.rounding
         if not mixture.excess <= most:
             problems.append(
