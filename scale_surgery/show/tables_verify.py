@@ -87,7 +87,8 @@ def _render_numbers(result: Verification) -> RenderableType:
     if (mixture := numbers.mixture) is not None:
         best = "the base" if len(result.expansions) == 1 else "the best path"
         texts = f"{counted(mixture.texts, 'text')} of up to {counted(mixture.longest, 'token')}"
-        lost = f"{mixture.excess:z.3g} nats against {best}, rounding may add up to {mixture.rounding:.2g}: {mixture.worst}"
+        rounding = f"rounding may add up to {mixture.rounding:.2g}"
+        lost = f"{mixture.excess:z.3g} nats against {best}, {rounding}: {mixture.worst}"
         rows += [("mixture", texts), ("worst loss", lost)]
     if (state := numbers.kept_state) is not None:
         kept = f"holds {state.tokens:,} of {counted(state.read, 'token')} with a KV cache"
