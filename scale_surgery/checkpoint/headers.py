@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -52,6 +52,13 @@ class TensorInfo:
     def elements(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    def differences(self, dtype: str, shape: tuple[int, ...]) -> Iterator[Problem]:
+        """Generate a problem if it has another dtype or shape than planned."""
+        if self.shape != shape:
+            yield Problem("tensor-shape", self.name, shape=self.shape, planned=shape)
+        if self.dtype != dtype:
+            yield Problem("tensor-dtype", self.name, dtype=self.dtype, planned=dtype)
 
 
 def read_header(path: Path, file: str) -> dict[str, TensorInfo]:

@@ -27,6 +27,8 @@ PROMISES = (
     "paths_as_alone",
     "bounded_forgetting",
 )
+# those that a fused model can keep: its sums run in another order
+FUSED = ("recoverable", "near_output_at_init")
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,14 @@ def judge(
     shown = [promise for promise in promises if promise.name in required or promise.name in promises_of(manifest)]
     if manifest.fused is not None:
         drift = manifest.fused["drift"]
-        shown = [promise if promise.name == "recoverable" else _fused(promise, drift) for promise in shown]
+        shown = [promise if promise.name in FUSED else _fused(promise, drift) for promise in shown]
     return tuple(shown)
 
 
 def promises_of(manifest: Manifest) -> tuple[str, ...]:
     """Return the names of the promises of a folder, including those not claimed in its present state."""
-    starts = (
-        []
-        if len(manifest.expansions) > 1
-        else ["output_at_init", *([] if _is_exact(manifest) else ["near_output_at_init"])]
-    )
+    near = [] if _is_exact(manifest) and manifest.fused is None else ["near_output_at_init"]
+    starts = [] if len(manifest.expansions) > 1 else ["output_at_init", *near]
     tokens = ["old_vocabulary"] if manifest.adds_tokens else []
     gates = ["shut_gates"] if any(plan.has_gates for plan in manifest.plans.values()) else []
     paths = ["paths_as_alone"] if manifest.routing is not None else []
@@ -118,7 +117,7 @@ def _output_at_init(
 def _near_output_at_init(
     manifest: Manifest, integrity: Integrity, numbers: Numbers | None, general: tuple[str, ...]
 ) -> Promise:
-    """Judge near_output_at_init, claimed if shares of copies are rounded: with more than two copies, or in float16."""
+    """Judge near_output_at_init, claimed if sums round otherwise: of shares of copies, or in another order if fused."""
     findings, problems = [], []
     if numbers is not None:
         most = TOLERANCES[numbers.dtype] * numbers.largest_logit
@@ -126,7 +125,8 @@ def _near_output_at_init(
         findings.append(f"logits {equality}, rounding explains {most:.3g}")
         if not numbers.drift <= most:
             problems.append(f"logits: drift {numbers.drift:.3g} in {numbers.dtype}, expected at most {most:.3g}.")
-    claimed = _begins_as_base(manifest, integrity) and not _is_exact(manifest)
+    is_rounded = manifest.fused is not None or not _is_exact(manifest)
+    claimed = _begins_as_base(manifest, integrity) and is_rounded
     return _at_init("near_output_at_init", integrity, manifest, findings, (*general, *problems), claimed=claimed)
 
 

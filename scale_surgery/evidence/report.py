@@ -96,15 +96,16 @@ def report(
 
 
 def _check_tensors(folder: Folder) -> None:
-    """Refuse a folder with missing tensors or tensors of another shape than planned; all are named."""
-    shapes = {tensor.name: tensor.shape for tensor in folder.manifest.plan.tensors}
-    missing = [name for name in (*folder.manifest.base_tensors, *shapes) if name not in folder.tensors]
-    problems = [Problem("tensor-missing", name) for name in missing]
-    problems += [
-        Problem("tensor-shape", name, shape=folder.tensors[name].shape, planned=shape)
-        for name, shape in shapes.items()
-        if name not in missing and folder.tensors[name].shape != shape
+    """Refuse a folder with missing tensors, or tensors of another dtype or shape than planned; all are named."""
+    planned = {tensor.name: tensor for tensor in folder.manifest.plan.tensors}
+    problems = [
+        Problem("tensor-missing", name)
+        for name in (*folder.manifest.base_tensors, *planned)
+        if name not in folder.tensors
     ]
+    for name, tensor in planned.items():
+        if name in folder.tensors:
+            problems += folder.tensors[name].differences(tensor.dtype, tensor.shape)
     if problems:
         raise CheckpointError(Problem("shards-damaged", folder.path, *problems))
 

@@ -22,6 +22,7 @@ trained model no longer claims `output_at_init`.
 
 from __future__ import annotations
 
+import math
 import platform
 import tempfile
 from collections.abc import Iterator
@@ -189,6 +190,8 @@ def _judge(
     problems = integrity.structure + integrity.config + integrity.code + facts
     if numbers is not None:
         problems += numbers.load_problems + numbers.token_problems
+        if math.isfinite(numbers.largest_logit) and not math.isfinite(numbers.drift):
+            problems += (f"logits: drift {numbers.drift:.3g} from the base's, expected numbers.",)
         problems += () if numbers.kept_state is None else tuple(numbers.kept_state.problems)
     promises = judge(folder, integrity, numbers, problems, required)
     decisive, passed = decide(promises, required, problems)

@@ -16,7 +16,7 @@ from scale_surgery.checkpoint.reading import differing_keys, parse_json
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.config import config_problems
 from scale_surgery.folder.folder import Folder
-from scale_surgery.folder.joining import joined_tensors, renamed_tensors, tied_head
+from scale_surgery.folder.joining import gram_size, joined_tensors, renamed_tensors, tied_head
 from scale_surgery.folder.parts import described_parts, hash_parts
 from scale_surgery.folder.record import Manifest
 from scale_surgery.folder.renumbered import hash_stored
@@ -32,8 +32,8 @@ class IntegrityReport:
 
     Attributes:
         base: Base tensors and files that are not what they were.
-        structure: Expansion tensors that are missing, unexpected, of a wrong shape, not what the last run left them, or
-            where no W12 may be.
+        structure: Expansion tensors that are missing, unexpected, of a wrong dtype or shape, not what the last run left
+            them, or where no W12 may be.
         missing: Those of `structure` without which the model does not load.
         config: Keys of config.json and of the tokenizer's that are not what the expansion wrote.
         code: Code files that are missing, unknown, or not what the expansion wrote.
@@ -182,21 +182,37 @@ def _file_problems(folder: Folder, hashes: Mapping[str, str]) -> list[Problem]:
 
 
 def _damaged(folder: Folder, planned: Mapping[str, TensorPlan]) -> list[Problem]:
-    """List expansion tensors, and joined tensors, that are missing or of a wrong shape."""
-    manifest = folder.manifest
-    problems = []
-    is_fused = manifest.fused is not None
-    joined = list(joined_tensors(manifest)) if is_fused else []
-    inside = {name for item in joined for name in item.pieces.values()}
-    renamed = renamed_tensors(manifest) if is_fused else {}
-    shapes = {renamed.get(name, name): tensor.shape for name, tensor in planned.items() if name not in inside}
-    for name, shape in [*shapes.items(), *((item.name, item.shape) for item in joined)]:
-        info = folder.tensors.get(name)
-        if info is None:
-            problems.append(Problem("tensor-missing", name))
-        elif info.shape != shape:
-            problems.append(Problem("tensor-shape", name, shape=info.shape, planned=shape))
+    """List expansion tensors, and all of a fused model, that are missing, or of a wrong dtype or shape.
+
+    A sha256 of a tensor is of its numbers' bytes alone, and shows no other dtype.
+    """
+    # base shards in blocks are compared as files
+    forms = {name: (tensor.dtype, tensor.shape) for name, tensor in planned.items()}
+    if folder.manifest.fused is not None:
+        forms = _fused_forms(folder, planned)
+    problems = [Problem("tensor-missing", name) for name in forms if name not in folder.tensors]
+    for name, form in forms.items():
+        if name in folder.tensors:
+            problems += folder.tensors[name].differences(*form)
     return problems
+
+
+def _fused_forms(folder: Folder, planned: Mapping[str, TensorPlan]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor of a fused model; base tensors that are missing are left out."""
+    manifest = folder.manifest
+    parts, renamed, joined = (
+        {**manifest.base_tensors, **planned},
+        renamed_tensors(manifest),
+        [*joined_tensors(manifest)],
+    )
+    inside = {name for item in joined for name in item.pieces.values()}
+    kept = {
+        stored: (part.dtype, part.shape)
+        for name, part in parts.items()
+        if (stored := renamed.get(name, name)) in folder.tensors or (name in planned and name not in inside)
+    }
+    made = {name: ("F32", (gram_size(manifest),) * 2) for name in manifest.fused["made"]}
+    return kept | {item.name: (parts[item.base].dtype, item.shape) for item in joined} | made
 
 
 def _unexpected_tensors(folder: Folder, planned: Mapping[str, TensorPlan]) -> list[Problem]:

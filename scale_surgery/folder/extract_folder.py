@@ -165,14 +165,14 @@ def content_problems(folder: Folder, files: Mapping[str, ExpansionFile]) -> list
 
 
 def _tensor_problems(folder: Folder) -> Iterator[Problem]:
-    planned = {tensor.name: tensor.shape for tensor in folder.manifest.plan.tensors}
+    planned = {tensor.name: tensor for tensor in folder.manifest.plan.tensors}
     yield from (Problem("tensor-missing", name) for name in planned if name not in folder.tensors)
     for name, info in folder.tensors.items():
         if isinstance(folder, Extract) or name not in folder.manifest.base_tensors:
             if name not in planned:
                 yield Problem("tensor-unplanned", name, shard=info.file)
-            elif info.shape != planned[name]:
-                yield Problem("tensor-shape", name, shape=info.shape, planned=planned[name])
+            else:
+                yield from info.differences(planned[name].dtype, planned[name].shape)
 
 
 def _code_problems(manifest: Manifest, files: Mapping[str, ExpansionFile]) -> Iterator[Problem]:

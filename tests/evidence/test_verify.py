@@ -300,6 +300,18 @@ def test_a_model_that_computes_nan_keeps_no_promise_and_gives_valid_json(tmp_pat
     json.loads(json.dumps(result.to_json(), allow_nan=False))
 
 
+def test_a_trained_model_that_computes_nan_is_refused(copy) -> None:
+    """Without a promise about its logits, too: `adapt` claims none once it is trained."""
+    path = shake(copy("adapt"))
+    assert verify(path, record=False).passed
+    shard = next(path.glob("expansion-*.safetensors"))
+    with edited(shard) as tensors:
+        name = next(name for name in tensors if name.endswith("w12"))
+        tensors[name][0, 0] = float("nan")
+    result = verify(path, record=False)
+    assert not result.passed and "logits: drift nan from the base's, expected numbers." in result.problems
+
+
 def test_an_unknown_promise_is_refused(made: Path) -> None:
     with refused("promise-unknown", "--promise", PlanError):
         verify(made / "preserve", required=("base_stream_alwys",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 
 from scale_surgery import (
     CheckpointError,
+    CosineRouter,
     PosteriorRouter,
     Request,
     TrainingSettings,
+    apply,
     expand,
     extract,
     merge,
@@ -27,6 +30,7 @@ from scale_surgery.errors import Problem
 from scale_surgery.folder.check import check_integrity
 from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
+from scale_surgery.modeling.expanded_routers import Router
 from tests.conftest import edited, flip, problems, shake
 
 BASE_SHARD = "model-00001-of-00001.safetensors"
@@ -69,6 +73,20 @@ def flip_block(folder: Path) -> None:
     flip(folder / EXPANSION_SHARD, open_checkpoint(folder).tensors[BLOCK].offset)
 
 
+def retype(folder: Path, *endings: str, to: str = "I32") -> None:
+    """Tensors that say another dtype, with the same bytes; by the ends of their names, or all."""
+    for shard in folder.glob("*.safetensors"):
+        content = shard.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        for name, entry in header.items():
+            if name != "__metadata__" and name.endswith(endings or ""):
+                entry["dtype"] = to
+        text = json.dumps(header).encode()
+        shard.unlink()
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + content[start:])
+
+
 # what is done, and code and place of the problem
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a base tensor": (lambda folder: flip(folder / BASE_SHARD), "base-file-changed", BASE_SHARD),
@@ -88,6 +106,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "other code": (lambda folder: (folder / "other.py").write_text("print()"), "code-unknown", "other.py"),
     "a tensor that is gone": (rename_tensor, "tensor-missing", BLOCK),
     "a tensor of no plan": (rename_tensor, "tensor-unplanned", "model.layers.0.other"),
+    "another dtype": (lambda folder: retype(folder, "up_proj.expansions.default.w21"), "tensor-dtype", BLOCK),
     "a bit of what was learned": (flip_block, "tensor-changed", BLOCK),
     "the record": (forge_hash, "tensor-changed", "model.norm.weight"),
 }
@@ -116,6 +135,25 @@ def test_what_verify_refuses_is_not_taken_on(expanded: Path, damage: str) -> Non
     (problem,) = refused(WRITERS["route-export"], expanded)
     assert (problem.code, problem.where) == ("folder-damaged", f"{expanded}")
     assert wanted in [[detail.code, detail.where] for detail in problem.details]
+
+
+@pytest.mark.parametrize("router", (None, CosineRouter()), ids=("alone", "routed"))
+def test_each_tensor_of_a_fused_model_has_its_dtype(expanded: Path, tmp_path: Path, router: Router | None) -> None:
+    """sha256 of tensors are those of the same bytes: what they mean is in a header that joining has replaced."""
+    blocks = expanded if router is None else route_export(expanded, tmp_path / "routed", router).path
+    fused = merge(blocks, tmp_path / "fused").path
+    assert verify(fused, probes=None, record=False).passed
+    retype(fused)
+    found = check_integrity(open_folder(fused)).structure
+    assert {problem.where for problem in found if problem.code == "tensor-dtype"} == {*open_checkpoint(fused).tensors}
+    assert not verify(fused, probes=None, record=False).passed
+
+
+def test_an_extract_of_another_dtype_is_not_applied(expanded: Path, tmp_path: Path) -> None:
+    alone = extract(expanded, tmp_path / "alone").path
+    retype(alone, "up_proj.expansions.default.w21")
+    found = problems(apply, alone, tmp_path / "out", tmp_path / "base", error=CheckpointError)
+    assert ("tensor-dtype", BLOCK) in [(problem.code, problem.where) for problem in found]
 
 
 @pytest.mark.parametrize("spoiled", ({"scale_surgery": 7}, {"scale_surgery": None}, {}), ids=str)

@@ -36,6 +36,7 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.errors import Problem
+from scale_surgery.evidence.promises import Promise
 from scale_surgery.folder.check import check_integrity
 from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.joining import join_pieces, joined_tensors, take_piece
@@ -200,6 +201,22 @@ def test_what_a_fused_model_cannot_show_is_not_said_to_hold(
     assert verification.numbers is not None and not verification.passed
     assert not any(promise.holds for promise in verification.promises if promise.name in asked)
     assert verify(routed, base_of("gpt2"), required=asked[:1], record=False).passed, "the control"
+
+
+def test_a_fused_model_is_held_against_its_base(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    """Untrained, its logits are the base's but for rounding; another number in its config shows."""
+    base = base_of("llama")
+    fused = merge(expand(base, Request("1", variant="adapt"), tmp_path / "expanded").path, tmp_path / "fused").path
+
+    def near() -> Promise:
+        result = verify(fused, base, run=RunOptions(trust_remote_code=True), record=False)
+        (found,) = (promise for promise in result.promises if promise.name == "near_output_at_init")
+        return found
+
+    assert near().claimed and near().holds
+    with edited(fused / "config.json") as config:
+        config["rms_norm_eps"] = 0.5
+    assert not near().holds and any("drift" in problem for problem in near().problems)
 
 
 def test_joining_copies_every_bit_and_leaves_the_rest_zero(expanded_of: Callable[..., Path]) -> None:
