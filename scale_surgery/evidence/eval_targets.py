@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
+from scale_surgery.checkpoint.expansions import ROUTER_KEY, path_names, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -85,8 +86,15 @@ class Subject:
     @property
     def expansions(self) -> tuple[str, ...]:
         """Names of its expansions if there are several, otherwise empty."""
-        names = () if self.manifest is None else tuple(self.manifest.expansions)
+        names = () if self.is_fused else path_names(self.checkpoint.config.get(CONFIG_KEY, {}))[1:]
         return names if len(names) > 1 else ()
+
+    @property
+    def base_vocabulary(self) -> int:
+        """Number of token ids of its base; ids from here on are new tokens."""
+        if self.manifest is None or not self.manifest.adds_tokens:
+            return self.vocabulary
+        return self.manifest.first_plan.sizes.vocabulary
 
     def reads_new_tokens(self, expansion: str) -> bool:
         """Return True if this expansion, one of several, adds tokens."""
@@ -166,6 +174,9 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
     is_expanded = bool(specs) and not is_fused
     if is_expanded and (source.path / MANIFEST_FILE).is_file():
         checkpoint = with_record(checkpoint)
+    elif is_expanded and any(entry.get("head", {}).get("new_tokens") for entry in specs_of_expansions(specs)):
+        # the base would be asked to predict tokens that it does not have
+        raise CheckpointError(Problem("saved-with-new-tokens", model, adopt=adopt_line(source.path)))
     config = load_config(source.path, source.name, run)
     tokenizer = need_tokenizer(source.path, source.name, run)
     return Subject(

@@ -75,15 +75,23 @@ class Verification:
 
 
 def says_more(recorded: Mapping[str, Any] | None, verification: Verification) -> bool:
-    """Return True if the recorded verification of the same bytes ran a model, while this one ran none.
+    """Return True if the recorded verification of the same bytes ran a model on more than this one did.
 
-    Exception: False if this one found a fault.
+    Exception: False if this one found a fault, or if it ran a model and the recorded one did not pass.
     """
     # a wrong --base says nothing about the folder
     is_whole = verification.passed or verification.not_run == OTHER_BASE
-    if recorded is None or verification.not_run is None or not is_whole:
+    before = None if recorded is None else recorded.get("numbers")
+    if recorded is None or before is None or not is_whole:
         return False
-    return recorded.get("numbers") is not None and recorded.get("fingerprint") == verification.fingerprint
+    if recorded.get("fingerprint") != verification.fingerprint:
+        return False
+    if (now := verification.numbers) is None:
+        return True
+    is_shorter = now.tokens < before["tokens"] or (
+        now.generation_equal is None and before["generation_equal"] is not None
+    )
+    return bool(recorded.get("passed") and is_shorter)
 
 
 def changed_since(

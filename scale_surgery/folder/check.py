@@ -18,7 +18,7 @@ from scale_surgery.folder.config import config_problems
 from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.joining import gram_size, joined_tensors, renamed_tensors, tied_head
 from scale_surgery.folder.parts import described_parts, hash_parts
-from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.record import BaseTensor, Manifest
 from scale_surgery.folder.renumbered import hash_stored
 from scale_surgery.folder.write import EXTENDED, tokenizer_texts
 from scale_surgery.planning.tensors import TensorPlan
@@ -188,8 +188,8 @@ def _damaged(folder: Folder, planned: Mapping[str, TensorPlan]) -> list[Problem]
     """
     # base shards in blocks are compared as files
     forms = {name: (tensor.dtype, tensor.shape) for name, tensor in planned.items()}
-    if folder.manifest.fused is not None:
-        forms = _fused_forms(folder, planned)
+    if (fused := folder.manifest.fused) is not None:
+        forms = _fused_forms(folder, planned, fused["made"])
     problems = [Problem("tensor-missing", name) for name in forms if name not in folder.tensors]
     for name, form in forms.items():
         if name in folder.tensors:
@@ -197,22 +197,21 @@ def _damaged(folder: Folder, planned: Mapping[str, TensorPlan]) -> list[Problem]
     return problems
 
 
-def _fused_forms(folder: Folder, planned: Mapping[str, TensorPlan]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _fused_forms(
+    folder: Folder, planned: Mapping[str, TensorPlan], made: Iterable[str]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of each tensor of a fused model; base tensors that are missing are left out."""
     manifest = folder.manifest
-    parts, renamed, joined = (
-        {**manifest.base_tensors, **planned},
-        renamed_tensors(manifest),
-        [*joined_tensors(manifest)],
-    )
+    parts: dict[str, BaseTensor | TensorPlan] = {**manifest.base_tensors, **planned}
+    renamed, joined = renamed_tensors(manifest), [*joined_tensors(manifest)]
     inside = {name for item in joined for name in item.pieces.values()}
     kept = {
         stored: (part.dtype, part.shape)
         for name, part in parts.items()
         if (stored := renamed.get(name, name)) in folder.tensors or (name in planned and name not in inside)
     }
-    made = {name: ("F32", (gram_size(manifest),) * 2) for name in manifest.fused["made"]}
-    return kept | {item.name: (parts[item.base].dtype, item.shape) for item in joined} | made
+    gram = {name: ("F32", (gram_size(manifest),) * 2) for name in made}
+    return kept | {item.name: (parts[item.base].dtype, item.shape) for item in joined} | gram
 
 
 def _unexpected_tensors(folder: Folder, planned: Mapping[str, TensorPlan]) -> list[Problem]:

@@ -45,6 +45,12 @@ def find_cache(values: Any) -> Any:
     return next((value for value in each if hasattr(value, "get_seq_length")), None)
 
 
+def find_old_cache(inputs: dict[str, Any]) -> Any:
+    """Return a KV cache among the arguments of a forward that counts no tokens, as MambaCache of 4.57; None without."""
+    given = (inputs.get(name) for name in (CACHE, *OLD_CACHES))
+    return next((value for value in given if value is not None and not hasattr(value, "get_seq_length")), None)
+
+
 def count_tokens(cache: Any) -> int:
     """Return how many tokens a KV cache holds; 0 if there is none, or if it counts no tokens."""
     try:

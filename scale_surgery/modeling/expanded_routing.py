@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .expanded_blocks import aligned_contiguous
 from .expanded_paths import Paths
-from .expanded_releases import count_tokens, find_cache
+from .expanded_releases import count_tokens, find_cache, find_old_cache
 from .expanded_routers import Router
 
 # logits of all paths that are in memory at a time; smaller pieces take longer, since each comes in new pages of memory
@@ -609,12 +609,17 @@ class RouterContext:
             is_training: Whether the model trains.
 
         Raises:
-            ValueError: If there are no ids to read, if the cache holds tokens that this router has not read, or if a
-                text continues and no cache holds its beginning.
+            ValueError: If there are no ids to read, if the cache holds tokens that this router has not read or does
+                not count them, or if a text continues and no cache holds its beginning.
         """
         ids, cache = inputs.get("input_ids"), find_cache(inputs)
         if ids is None and reads_tokens:
             raise ValueError("inputs_embeds: the router scores tokens, expected input_ids.")
+        if reads_tokens and cache is None and (unknown := find_old_cache(inputs)) is not None:
+            raise ValueError(
+                f"The KV cache, a {type(unknown).__name__}, counts no tokens, and the router must know where a text "
+                f"begins, expected use_cache=False, or a newer transformers than {transformers.__version__}."
+            )
         past = count_tokens(cache)
         state = state_of(cache) if past else None
         if past and reads_tokens and (state is None or state.seen != past or not state.keys.shape[-2]):
@@ -624,7 +629,7 @@ class RouterContext:
             )
         like = inputs["inputs_embeds"] if ids is None else ids
         mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
-        if reads_tokens and not past and goes_on(mask, places, like.shape[1]):
+        if reads_tokens and not past and goes_on(mask, places, like.shape[1], has_cache=cache is not None):
             raise ValueError(
                 "The text goes on (its attention mask is longer than input_ids, or its first position is not 0), and "
                 "no KV cache holds the router's state for its beginning. Give the whole text, or the cache that the "
@@ -653,19 +658,21 @@ class RouterContext:
         state.set(*self.result, tokens=self.ids.shape[1])
 
 
-def goes_on(mask: Tensor | None, positions: Tensor | None, length: int) -> bool:
-    """Return whether tokens came before those of a forward without a KV cache.
+def goes_on(mask: Tensor | None, positions: Tensor | None, length: int, *, has_cache: bool) -> bool:
+    """Return whether tokens came before those of a forward without a KV cache, or with an empty one.
 
     Args:
         mask: 2-dimensional attention mask (b, earlier tokens + t) or None; any other mask is ignored.
         positions: Position ids (b or 1, t) or None.
         length: Tokens of the forward, t.
+        has_cache: Whether there is an empty cache. If it is of a fixed size, columns may stand for tokens to come.
     """
     is_read = isinstance(mask, Tensor) and mask.dim() == 2
-    if is_read and mask.shape[1] > length:
-        return True
     # a graph cannot ask for values
-    if positions is None or positions.dim() != 2 or positions.is_meta or is_compiling():
+    is_graph = is_compiling() or (is_read and mask.is_meta)
+    if is_read and mask.shape[1] > length and not (has_cache and (is_graph or not mask[:, length:].any())):
+        return True
+    if positions is None or positions.dim() != 2 or positions.is_meta or is_graph:
         return False
     # padding may have any position; without a mask, transformers 4 gives it position 1
     starts = positions[:, 0] * (mask[:, 0] != 0) if is_read else positions[:, 0]
@@ -676,7 +683,8 @@ def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like
     """Find the beginnings of sequences and padding; there the router forgets earlier tokens.
 
     Args:
-        mask: 2-dimensional attention mask (b, past + t) or None; any other mask is ignored.
+        mask: 2-dimensional attention mask (b, past + t) or None; any other mask is ignored. With a cache of a fixed
+            size it may have more columns, for tokens to come.
         positions: Position ids (b or 1, t) or None.
         past: Tokens in the KV cache.
         like: Features or ids (b, t, ...).
@@ -690,7 +698,7 @@ def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like
         restarts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
         restarts[:, 0] |= positions[:, 0] == 0
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        padded = torch.nn.functional.pad(mask == 0, (1, 0), value=False)
+        padded = torch.nn.functional.pad(mask[:, : past + length] == 0, (1, 0), value=False)
         restarts |= padded[:, -length:] | padded[:, -length - 1 : -1]
     if past == 0:
         restarts[:, 0] = True

@@ -148,7 +148,8 @@ def _read_windows(subject: Subject, documents: Mapping[str, Sequence[Document]],
     if subject.base_tokenizer is not subject.tokenizer:
         read = sequences_of(subject, subject.base_tokenizer, documents, length, step)
         of_base = tuple(read[side] for side in SIDES)
-    return SweepTexts(old, new, beginnings(whole["old"]), tuple(number_windows(whole["new"], length, step)), of_base)
+    short = beginnings(whole["old"], subject.base_vocabulary)
+    return SweepTexts(old, new, short, tuple(number_windows(whole["new"], length, step)), of_base)
 
 
 def _numbers(outcome: Outcome) -> tuple[Any, ...]:

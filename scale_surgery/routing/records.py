@@ -110,6 +110,8 @@ class RouteReport:
         step: Tokens from one window of a long text to the next.
         dtype: Dtype that weights were cast to; None for the stored dtype.
         files: Totals and tokens of each file.
+        base_vocabulary: Number of token ids of the base. It cannot predict tokens with other ids, so its losses here
+            exceed those of `evaluate`, which reads the text in the base's own tokens.
     """
 
     model: str
@@ -120,6 +122,13 @@ class RouteReport:
     step: int
     dtype: Dtype | None
     files: tuple[FileRoute, ...]
+    base_vocabulary: int
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens that the base does not have."""
+        documents = (document for file in self.files for document in file.documents)
+        return sum(token.id >= self.base_vocabulary for document in documents for token in document.tokens)
 
     @property
     def weighs_base(self) -> bool:

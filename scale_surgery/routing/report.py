@@ -84,7 +84,7 @@ def route_report(
     base = base or f"{subject.name}, expansion disabled"
     pairs = zip(files_read, scores, strict=True)
     files = tuple(_join(reading, file_scores, subject.tokenizer) for reading, file_scores in pairs)
-    return RouteReport(subject.name, base, routing, paths, length, step, run.dtype, files)
+    return RouteReport(subject.name, base, routing, paths, length, step, run.dtype, files, subject.base_vocabulary)
 
 
 def write_tokens(report: RouteReport, file: Path) -> None:

@@ -26,7 +26,17 @@ def render_route_report(report: RouteReport) -> RenderableType:
     colouring = choose_colours(report.paths, report.shares)
     files = (part for file in report.files for part in _file(file, colouring))
     heads = heading("routing", f"{describe_router(report.routing, report.paths[1:])}; losses in nats per token")
-    return Group(Legend(colouring), *files, Text(), heads, _totals(report))
+    notes = [sentence(note, "dim") for note in new_token_notes(report)]
+    return Group(Legend(colouring), *files, Text(), heads, _totals(report), *notes)
+
+
+def new_token_notes(report: RouteReport) -> Iterator[str]:
+    """Generate a note if the text has tokens that the base cannot predict."""
+    if count := report.new_tokens:
+        yield (
+            f"The text has {counted(count, 'new token')}, which the base cannot predict, so its loss is not "
+            "comparable. evaluate measures the base on its own tokens of the text."
+        )
 
 
 class Tokens:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, Mamba2Config, StaticCache
 from scale_surgery.modeling import expanded_routing
 from scale_surgery.modeling.expanded_releases import CACHE, OLD_CACHES, find_cache
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
-from scale_surgery.modeling.expanded_routing import RouterState, state_of
+from scale_surgery.modeling.expanded_routing import RouterContext, RouterState, state_of
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.route import route_export
@@ -347,6 +347,30 @@ def test_a_text_that_goes_on_without_its_state_is_refused(model_of: Callable[...
     assert model(ids[:, 9:], **padding).logits.isfinite().all()
     cosine = model_of("llama", "cosine")
     assert cosine(ids[:, 9:], attention_mask=torch.ones_like(ids)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("run", mostly(("posterior", "three"), "posterior".__eq__))
+@torch.no_grad()
+def test_a_mask_may_have_columns_for_tokens_to_come(model_of: Callable[..., Any], run: str) -> None:
+    """As many as a cache of a fixed size has room for; columns of tokens that came before are another matter."""
+    model, ids, mask = model_of("llama", run), random_ids(2, 12), torch.zeros(2, 30, dtype=torch.long)
+    cache, given = StaticCache(config=model.config, max_cache_len=30), []
+    for begin, end in ((0, 7), (7, 8), (8, 9), (9, 12)):
+        mask[:, :end] = 1
+        options = {"attention_mask": mask.clone(), "position_ids": torch.arange(begin, end)[None]}
+        given.append(model(ids[:, begin:end], cache=cache, **options).logits)
+    assert_close(torch.cat(given, 1), logits(model, {"input_ids": ids}))
+    empty = StaticCache(config=model.config, max_cache_len=30)
+    with pytest.raises(ValueError, match=WITHOUT_STATE):
+        model(ids[:, 9:], cache=empty, attention_mask=mask)
+
+
+def test_a_cache_that_counts_no_tokens_is_refused(model_of: Callable[..., Any]) -> None:
+    """As that of state-space models in transformers 4.57; a router that reads no tokens needs no count."""
+    inputs = {"input_ids": random_ids(1, 5), "cache_params": object()}
+    with pytest.raises(ValueError, match="a object, counts no tokens"):
+        RouterContext.of(inputs, 0, reads_tokens=True, is_training=False)
+    assert RouterContext.of(inputs, 0, reads_tokens=False, is_training=False).ids is not None
 
 
 def test_a_release_that_renames_the_cache_is_noticed(model_of: Callable[..., Any], monkeypatch: Any) -> None:

@@ -85,7 +85,7 @@ def handmade(*tokens: TokenRoute, names: tuple[str, ...] = NAMES[:3]) -> RouteRe
     even = (1 / len(names),) * len(names)
     totals = Totals(1, len(tokens), 2.0, (2.0, 1.0, 3.0, *[3.0] * (len(names) - 3)), even, 1.5)
     files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
-    return RouteReport("composed", "base", PosteriorRouter(even, 0.01), names, 64, 32, None, files)
+    return RouteReport("composed", "base", PosteriorRouter(even, 0.01), names, 64, 32, None, files, 1000)
 
 
 TOKENS = (

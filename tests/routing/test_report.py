@@ -105,7 +105,7 @@ def handmade(*tokens: TokenRoute, routing: Router | None = None) -> RouteReport:
     totals = Totals(1, len(tokens), 1.0, (1.0, 2.0), (0.75, 0.25), 1.5)
     files = (FileRoute("a.txt", totals, (DocumentRoute("a.txt", tokens),)),)
     return RouteReport(
-        "routed", "base", routing or PosteriorRouter().for_expansions(1), ("base", "law"), 64, 32, None, files
+        "routed", "base", routing or PosteriorRouter().for_expansions(1), ("base", "law"), 64, 32, None, files, 1000
     )
 
 

@@ -14,6 +14,7 @@ from scale_surgery.drawing.palette import DARK, LIGHT, OTHERS_COLOUR, PATH_COLOU
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.show.pages.filling import fill, write
 from scale_surgery.show.path_colours import Colouring, choose_colours
+from scale_surgery.show.tables_route_report import new_token_notes
 from scale_surgery.visible import visible, visible_line, visible_text
 
 if TYPE_CHECKING:
@@ -174,4 +175,5 @@ def _notes(report: RouteReport) -> Iterator[str]:
         f"Longer documents are read in windows of {report.sequence_length} tokens, {report.step} apart. Each token has "
         "the numbers of the first window that contains it."
     )
+    yield from new_token_notes(report)
     yield "Hover over a token for its numbers, or move with Tab and the arrow keys. A click makes a link to it."
