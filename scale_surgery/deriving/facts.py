@@ -83,7 +83,7 @@ def derive_architecture(real: RealModel, common: CommonFacts) -> Architecture:
     kinds, kind_of_layer = _real_kinds(real, common.kinds)
     stock = stock_classes(real.config)
     classes = {name: model.__name__ for name, model in stock.items()}
-    enters = "embedding" if outside.is_plain and "AutoModelForImageTextToText" not in classes else "hook"
+    enters = "embedding" if outside.is_plain else "hook"
     return Architecture(
         model_type=real.config.model_type,
         config_class=type(real.config).__name__,
