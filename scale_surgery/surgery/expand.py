@@ -98,7 +98,7 @@ def expand(
         CheckpointError: If the model cannot be read or the output cannot be written.
     """
     check_base_weights(base_weights)
-    planned = None if isinstance(plan_or_request, Request) else plan_or_request
+    planned = plan_or_request if isinstance(plan_or_request, Plan) else None
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
     source = find_source(model, (planned.base_revision if planned else None) or revision)
     given = open_given(source.path)
@@ -145,7 +145,7 @@ def expand(
 def _plan_for(source: Source, given: Checkpoint, plan_or_request: Plan | Request, run: RunOptions) -> Plan:
     # surgery.json names the model that was read, not one of the same shapes elsewhere
     name, revision = named_base(given, source)
-    if isinstance(plan_or_request, Request):
+    if not isinstance(plan_or_request, Plan):
         return make_plan(given, plan_or_request, name=name, revision=revision, run=run)
     base = base_in(given, plan_or_request.request.name)
     check_fits(plan_or_request, base)
