@@ -121,7 +121,8 @@ def derive_sizes(real: RealModel, architecture: Architecture) -> Sizes:
         vocabulary=vocabulary,
         unpredicted=embedding.weight.shape[0] - vocabulary,
         epsilon=epsilon(base.get_submodule(architecture.final_norm.name)),
-        is_tied=bool(read(real.config, "tie_word_embeddings")),
+        # a class may keep two parameters although its config says that they are tied
+        is_tied=head.weight is embedding.weight,
     )
 
 
