@@ -292,6 +292,21 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor
 
 
+def read_rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Read a range of the rows of a matrix in chunks of a few MB; each comes with the number of its first row."""
+    from safetensors import SafetensorError, safe_open
+
+    info = checkpoint.tensors[name]
+    count = max(1, CHUNK_BYTES * info.shape[0] // max(1, info.bytes))
+    try:
+        with safe_open(checkpoint.path / info.file, framework="pt") as shard:
+            rows = shard.get_slice(info.stored_as or name)
+            for first in range(start, stop, count):
+                yield first, rows[first : min(first + count, stop)]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(Problem("tensor-unreadable", info.file, tensor=name, error=error)) from error
+
+
 def read_chunks(file: Path, start: int = 0, length: int | None = None) -> Iterator[bytes]:
     """Read a range of a file in chunks of a few MB."""
     try:

@@ -83,7 +83,7 @@ def derive_architecture(real: RealModel, common: CommonFacts) -> Architecture:
     kinds, kind_of_layer = _real_kinds(real, common.kinds)
     stock = stock_classes(real.config)
     classes = {name: model.__name__ for name, model in stock.items()}
-    enters = "embedding" if outside.is_plain and "AutoModelForImageTextToText" not in classes else "hook"
+    enters = "embedding" if outside.is_plain else "hook"
     return Architecture(
         model_type=real.config.model_type,
         config_class=type(real.config).__name__,
@@ -121,7 +121,8 @@ def derive_sizes(real: RealModel, architecture: Architecture) -> Sizes:
         vocabulary=vocabulary,
         unpredicted=embedding.weight.shape[0] - vocabulary,
         epsilon=epsilon(base.get_submodule(architecture.final_norm.name)),
-        is_tied=bool(read(real.config, "tie_word_embeddings")),
+        # a class may keep two parameters although its config says that they are tied
+        is_tied=head.weight is embedding.weight,
     )
 
 

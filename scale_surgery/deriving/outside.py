@@ -39,13 +39,22 @@ def derive_outside(trace: Trace, model: PreTrainedModel, place: LayersPlace) -> 
     before, after = trace.calls[:start], trace.calls[trace.calls.index(layers[-1]) + 1 :]
     names = {module: name for name, module in model.named_modules()}
     embedding = names[model.get_input_embeddings()]
-    padded, norms, is_plain = _begin(before, layers[0], embedding, place)
+    # parts for images or sound put features of the model's width where embeddings of tokens are
+    is_text = not _has_other_parts(trace, model, place)
+    padded, norms, is_plain = _begin(before, layers[0], embedding, place) if is_text else ((), (), False)
     final = _final_norm(after, layers[-1], place)
     head = _head(after, final, model, names)
     style = norm_style(final.module, layers[-1].after.shape[-1])  # type: ignore[union-attr]
     if style is None:
         raise UnsupportedFamilyError(Problem("norm-unknown", f"{final.name} ({type(final.module).__name__})"))
     return Outside(_inside(embedding, place), padded, norms, is_plain, Norm(_inside(final.name, place), style), head)
+
+
+def _has_other_parts(trace: Trace, model: PreTrainedModel, place: LayersPlace) -> bool:
+    """Return True if modules with parameters lie outside the layers, and a text does not run them."""
+    ran = {call.module for call in trace.calls}
+    outside = (module for name, module in model.named_modules() if not name.startswith(f"{place.path}."))
+    return any(module not in ran and any(True for _ in module.parameters(recurse=False)) for module in outside)
 
 
 def _inside(name: str, place: LayersPlace) -> str:

@@ -18,7 +18,7 @@ from scale_surgery.planning.base import Base, base_in
 from scale_surgery.planning.depth import deepened_config, per_layer_lists
 from scale_surgery.planning.methods import METHODS
 from scale_surgery.planning.plan import Plan, plan_expansion
-from scale_surgery.planning.request import Request
+from scale_surgery.planning.request import Request, check_is_request
 from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.planning.saved import check_same, read_plan
 from scale_surgery.progress import Track, no_track
@@ -71,6 +71,7 @@ def make_plan(
     track: Track = no_track,
 ) -> Plan:
     """Decide everything that an expansion will do; no weight is read."""
+    check_is_request(request)
     checkpoint = base_in(checkpoint, request.name)
     check_name(request.name, ())
     asked = METHODS.get(request.method) if isinstance(request.method, str) else None

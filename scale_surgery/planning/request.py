@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME
+from scale_surgery.errors import PlanError, Problem
 from scale_surgery.fields import NO_OPTION, Range
 from scale_surgery.planning.new_tokens import NewTokens
 
@@ -89,3 +91,9 @@ class Request:
     def token_count(self) -> int:
         """How many tokens are added."""
         return len(self.new_tokens.tokens) if self.new_tokens is not None else 0
+
+
+def check_is_request(given: object) -> None:
+    """Check that a Python caller gave a request, and not its values."""
+    if not isinstance(given, Request):
+        raise PlanError(Problem("value-unfit", "request", value=reprlib.repr(given), kind=Request.__name__))

@@ -57,6 +57,11 @@ def check_same(saved: SavedPlan, base: Base, plan: Plan, file: Path) -> None:
         raise PlanError(Problem("plan-of-other-base", file, base=reviewed_base, found=found))
     before, now = _versions(saved.facts), _versions(plan.facts)
     proofs = {"before": _listed(before), "now": _listed(now)}
+    # blocks are compared layer by layer
+    there, here = (of.facts.sizes.layers for of in (saved, plan))
+    if there != here:
+        count = Problem("facts-layer-count", "facts.architecture.kind_of_layer", found=there, expected=here)
+        raise PlanError(Problem("plan-not-followed", file, count))
     if treatments := list(_other_treatments(saved.facts.architecture, plan.architecture)):
         raise PlanError(Problem("plan-treatments-differ", file, *treatments, **proofs))
     try:

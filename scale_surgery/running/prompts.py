@@ -118,5 +118,5 @@ def token_problems(encoded: EncodedPrompts, expanded: Any | None, known: int) ->
     if expanded is None:
         return ("the expanded model's tokenizer does not load, the base's does.",)
     pairs = [(prompt, base(prompt)["input_ids"], expanded(prompt)["input_ids"]) for prompt in encoded.prompts]
-    differing = [pair for pair in pairs if pair[1] != pair[2] and max(pair[2]) < known]
+    differing = [pair for pair in pairs if pair[1] != pair[2] and max(pair[2], default=0) < known]
     return tuple(f"token ids of {text!r}: {has}, expected {wants}." for text, wants, has in differing)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, write_tensors
-from scale_surgery.checkpoint.folder import Checkpoint, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint, read_rows
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.deriving.planned import make_plan
@@ -35,6 +35,7 @@ from scale_surgery.surgery.compose import check_beside, routing_beside
 # untrained rows of the embedding lie nearer to the mean of all than this share of the usual distance; transformers
 # begins new rows at a hundred-thousandth of it
 NEAR_THE_MEAN = 0.01
+SAMPLE = 1000
 MOST_NAMED = 3
 
 
@@ -97,7 +98,7 @@ def expand(
         CheckpointError: If the model cannot be read or the output cannot be written.
     """
     check_base_weights(base_weights)
-    planned = None if isinstance(plan_or_request, Request) else plan_or_request
+    planned = plan_or_request if isinstance(plan_or_request, Plan) else None
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
     source = find_source(model, (planned.base_revision if planned else None) or revision)
     given = open_given(source.path)
@@ -126,6 +127,8 @@ def expand(
         # tensors of two devices are not mixed
         "tool": tool_on(run),
     }
+    # once the folder has its name, nothing may fail
+    warnings = (*remarks_on(made.facts), *_warn_of_untrained_tokens(base, made, tokenizer))
     with staged(target, state, given.stamps, overwrite=overwrite) as partial:
         _write_new_tensors(made, base, partial, run.device, tokenizer, track)
         written = write_folder(given, expansions, routing, partial, base_weights, track, run)
@@ -135,14 +138,14 @@ def expand(
         base_bytes_written=written.base_bytes,
         left_out=given.left_out,
         pinned_tokenizer=written.pinned_tokenizer,
-        warnings=(*remarks_on(made.facts), *_warn_of_untrained_tokens(base, made, tokenizer)),
+        warnings=warnings,
     )
 
 
 def _plan_for(source: Source, given: Checkpoint, plan_or_request: Plan | Request, run: RunOptions) -> Plan:
     # surgery.json names the model that was read, not one of the same shapes elsewhere
     name, revision = named_base(given, source)
-    if isinstance(plan_or_request, Request):
+    if not isinstance(plan_or_request, Plan):
         return make_plan(given, plan_or_request, name=name, revision=revision, run=run)
     base = base_in(given, plan_or_request.request.name)
     check_fits(plan_or_request, base)
@@ -184,18 +187,11 @@ def _warn_of_untrained_tokens(base: Checkpoint, plan: Plan, tokenizer: Any | Non
         for number, token in tokenizer.added_tokens_decoder.items()
         if tokenizer.vocab_size <= number < plan.sizes.embedded and not token.special
     }
-    if not added:
+    # without older tokens there are no rows to compare with
+    if not (first := min(added, default=0)):
         return ()
-    import torch
-
-    rows = read_tensor(base, name)
-    old, new = rows[: min(added)], rows[torch.tensor(list(added))].float()
-    # what `resize_token_embeddings` makes lies where all rows have their mean, and two such rows cannot be told apart
-    mean = old.mean(dim=0, dtype=torch.float32)
-    # a sample says how far rows usually are from their mean
-    usual = (old[:: max(1, len(old) // 1000)].float() - mean).norm(dim=-1).median()
-    near = (new - mean).norm(dim=-1) < NEAR_THE_MEAN * usual
-    untrained = [repr(token) for token, is_near in zip(added.values(), near.tolist(), strict=True) if is_near]
+    near = _near_the_mean(base, name, first, max(added) + 1)
+    untrained = [repr(token) for number, token in added.items() if number in near]
     if not untrained:
         return ()
     return (
@@ -203,3 +199,24 @@ def _warn_of_untrained_tokens(base: Checkpoint, plan: Plan, tokenizer: Any | Non
         f"{', '.join(untrained[:MOST_NAMED])}. Their rows of embedding and head belong to the base, which stays "
         "as it is, so the expansion cannot learn them. Train these rows first, or use the base without them.",
     )
+
+
+def _near_the_mean(base: Checkpoint, name: str, first: int, end: int) -> set[int]:
+    """Find the rows from the first on that lie near the mean of the rows below it.
+
+    What `resize_token_embeddings` makes lies there, and two such rows cannot be told apart.
+    """
+    import torch
+
+    # of the embedding, which may be the largest tensor of a model, one chunk and a sample are in memory
+    every, sample = max(1, first // SAMPLE), []
+    mean = torch.zeros(base.tensors[name].shape[1], dtype=torch.float64)
+    for start, rows in read_rows(base, name, 0, first):
+        mean += rows.sum(0, dtype=torch.float64) / first
+        sample.append(rows[-start % every :: every].clone())
+    # the sample says how far rows usually are from their mean
+    usual, near = (torch.cat(sample) - mean).norm(dim=-1).median(), set[int]()
+    for start, rows in read_rows(base, name, first, end):
+        is_near = (rows - mean).norm(dim=-1) < NEAR_THE_MEAN * usual
+        near |= {start + row for row in is_near.nonzero().flatten().tolist()}
+    return near

@@ -21,7 +21,7 @@ from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.fields import problems_of
 from scale_surgery.planning.base import check_is_base
 from scale_surgery.planning.methods import complete
-from scale_surgery.planning.request import Request
+from scale_surgery.planning.request import Request, check_is_request
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import choose_length, context_of
@@ -137,6 +137,7 @@ def plan_candidates(
 
 
 def _checked(request: Request, settings: RankingSettings) -> Request:
+    check_is_request(request)
     problems = problems_of(settings)
     if (layers := request.collaborative_layers) is not None:
         problems.append(Problem("collaborative-too-early", "--collaborative-layers", layers=layers))

@@ -377,6 +377,14 @@ def test_a_plan_that_was_proved_otherwise_says_what_was(base_of, tmp_path):
     assert list(present_versions) == ["scale-surgery", "torch", "transformers", "processor"]
 
 
+KIND_OF_LAYER = "facts.architecture.kind_of_layer"
+
+
+def count_layers(facts: dict[str, Any], layers: int) -> None:
+    """Let facts name another number of layers, all of one kind."""
+    facts["sizes"]["layers"], facts["architecture"]["kind_of_layer"] = layers, [0] * layers
+
+
 # another style is another specification of the module; what classes are called decides nothing
 OTHER_FACTS: dict[str, tuple[Callable[[Any], Any], str, list[str]]] = {
     "a style": (
@@ -394,6 +402,9 @@ OTHER_FACTS: dict[str, tuple[Callable[[Any], Any], str, list[str]]] = {
         "plan-unreadable",
         ["facts.sizes.hidden"],
     ),
+    # with layers that are there, and with layers that are not
+    "fewer layers": (lambda content: count_layers(content["facts"], 2), "plan-not-followed", [KIND_OF_LAYER]),
+    "more layers": (lambda content: count_layers(content["facts"], 4), "plan-not-followed", [KIND_OF_LAYER]),
     "a release": (
         lambda content: content["facts"]["proof"]["versions"].update({"scale-surgery": "0.0"}),
         "plan-differs",

@@ -34,6 +34,7 @@ from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
+from scale_surgery.training.rank_layers import rank_layers
 from tests.conftest import digests, edited, load, problems, refused
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
@@ -50,6 +51,14 @@ def test_what_stands_in_the_folder(pair_of):
     stored = open_checkpoint(pair.path).tensors
     assert {name: info.file for name, info in stored.items()} == index["weight_map"]
     assert index["metadata"]["total_size"] == sum(info.bytes for info in stored.values())
+
+
+@pytest.mark.parametrize("given", ["1", {"layers": "1"}, ("1",), None])
+def test_what_is_no_request_is_named(base_of, tmp_path, given):
+    unfit = [Problem("value-unfit", "request", value=repr(given), kind="Request")]
+    assert problems(plan, base_of("llama"), given, error=PlanError) == unfit
+    assert problems(expand, base_of("llama"), given, tmp_path / "wide", error=PlanError) == unfit
+    assert problems(rank_layers, base_of("llama"), "no such text", given, error=PlanError) == unfit
 
 
 def test_the_config_keeps_everything_else(pair_of):

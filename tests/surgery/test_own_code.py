@@ -39,7 +39,7 @@ from scale_surgery.errors import CheckpointError, PlanError, SurgeryError, Unsup
 from scale_surgery.evidence.inspect import inspect
 from scale_surgery.show.commands import after_verification, verify_command
 from scale_surgery.surgery.merge import merge
-from tests.conftest import digests, edited, refused
+from tests.conftest import digests, edited, refused, shake
 from tests.each import mostly
 from tests.interrupted_steps import run_apart
 from tests.own_code import save_pine
@@ -264,3 +264,30 @@ def test_a_model_type_that_transformers_has_is_taken_from_there(tmp_path: Path, 
         config["auto_map"] = {"AutoModelForCausalLM": "modeling_pine.PineForCausalLM"}
     made = expand(llama_base, ADAPT, tmp_path / "wide", run=TRUSTED)
     assert made.plan.architecture.own_code == {} and OWN_CODE_FILE not in made.plan.code_files
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_head_is_tied_if_the_class_ties_it(tmp_path: Path, ties: bool) -> None:
+    """Of a class that keeps two parameters, config.json may say otherwise, and the files hold equal values."""
+    # transformers takes folders of one name for one module
+    base = save_pine(tmp_path / f"base_{ties}")
+    code = base / "modeling_pine.py"
+    with edited(base / "config.json") as config, edited(base / "model.safetensors") as tensors:
+        config["tie_word_embeddings"] = True
+        tensors["head.weight"] = tensors["trunk.wte.weight"].clone()
+    if not ties:
+        code.write_text(code.read_text().replace('{"head.weight": "trunk.wte.weight"}', "{}"))
+    stock = load(base)
+    assert (stock.head.weight is stock.trunk.wte.weight) == ties, "the reference: what transformers makes"
+    inspected = inspect(base, run=TRUSTED)
+    assert (inspected.sizes.is_tied, inspected.has_own_head) == (ties, False)
+    wide = shake(expand(base, ADAPT, tmp_path / "wide", run=TRUSTED).path)
+    assert verify(wide, base, run=TRUSTED).passed
+    fused = merge(wide, tmp_path / "fused", run=TRUSTED)
+    assert fused.drift is not None and fused.drift.holds
+    assert ("head.weight" in open_checkpoint(fused.path).tensors) != ties
+    assert digests(strip(wide, tmp_path / "again").path) == digests(base)
+    # a head of its own cannot be missing
+    with edited(base / "model.safetensors") as tensors:
+        del tensors["head.weight"]
+    assert bool(inspect(base, run=TRUSTED).not_found) != ties
