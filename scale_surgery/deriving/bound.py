@@ -1,9 +1,8 @@
-"""Checks of a model: whether logits change after the head, layers use their number, the batch size is fixed."""
+"""Checks of a model: whether logits change after the head, whether the batch size and the width are fixed."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from scale_surgery.deriving.build import find_place, token_ids
-from scale_surgery.deriving.watch import first_tensor, is_same
+from scale_surgery.deriving.build import token_ids
 
 
 @torch.no_grad()
@@ -26,27 +24,6 @@ def alters_logits(model: PreTrainedModel, softcap: tuple[str, float | None] | No
     head.register_forward_hook(lambda module, inputs, output: given.append(output))
     logits = twin(input_ids=token_ids(twin.config), use_cache=False).logits
     return not torch.equal(given[-1], logits)
-
-
-@torch.no_grad()
-def is_numbered(model: PreTrainedModel, kinds: Sequence[int]) -> bool:
-    """Find whether layers use their number: two of one kind with equal weights differ on the same input."""
-    twin: Any = copy.deepcopy(model)
-    place = find_place(twin)
-    assert place is not None
-    layers = twin.get_submodule(place.path)
-    numbers = range(place.count)
-    pairs = ((a, b) for b in numbers for a in range(b) if kinds[a] == kinds[b])
-    pair = next(pairs, None)
-    if pair is None:
-        return False
-    first, second = (layers.get_submodule(str(number)) for number in pair)
-    second.load_state_dict(first.state_dict())
-    seen: list[tuple[Any, Any, Any]] = []
-    first.register_forward_hook(lambda module, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True)
-    twin(input_ids=token_ids(twin.config), use_cache=False)
-    args, kwargs, output = seen[0]
-    return not is_same(first_tensor(second(*args, **kwargs)), first_tensor(output))
 
 
 @torch.no_grad()

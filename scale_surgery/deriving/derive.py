@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from scale_surgery.deriving.bound import alters_logits, is_numbered, keeps_batch, keeps_width
+from scale_surgery.deriving.bound import alters_logits, keeps_batch, keeps_width
 from scale_surgery.deriving.build import (
     build_model,
     build_twin,
@@ -45,7 +45,8 @@ from scale_surgery.running.stored_names import Reading, reading_of
 # keys of a config that do not change a model's parts
 INDECISIVE = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "auto_map")
 _known: dict[str, Derived] = {}
-_one_at_a_time = Lock()
+# attention functions of transformers and settings of torch are shared by all threads
+one_at_a_time = Lock()
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,14 @@ class Derived:
 
 def derive(config: PreTrainedConfig) -> Derived:
     """Derive facts and sizes from a config; results are cached."""
-    key = _fingerprint(config)
-    # attention functions of transformers and settings of torch are shared by all threads
-    with _one_at_a_time:
+    key = fingerprint_of(config)
+    with one_at_a_time:
         if key not in _known:
             _known[key] = _derive(config)
     return _known[key]
 
 
-def _fingerprint(config: PreTrainedConfig) -> str:
+def fingerprint_of(config: PreTrainedConfig) -> str:
     """A hash of all that decides the facts; the module of a class from the model's folder is named after its code."""
     plain = {key: value for key, value in config.to_dict().items() if key not in INDECISIVE}
     text = json.dumps(plain, sort_keys=True, default=str)
@@ -99,7 +99,6 @@ def _derive(config: PreTrainedConfig) -> Derived:
                 architecture,
                 fixed_vocabulary=fixed_vocabulary(twin),
                 alters_logits=alters_logits(twin.stock, architecture.softcap),
-                is_numbered=is_numbered(twin.stock, twin.kinds),
                 keeps_batch=keeps_batch(twin.stock, architecture.final_norm_path),
                 keeps_width=keeps_width(twin.stock, architecture.final_norm_path),
             )

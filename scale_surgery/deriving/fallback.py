@@ -30,7 +30,8 @@ def _can_be_by_head(linear: Linear) -> bool:
 def _edges(block: Block, reason: str) -> Block:
     """The block with only the linears that read or write the residual stream."""
     linears = tuple(map(_edge, block.linears))
-    return Block(block.name, block.kind, block.group, "edges", reason, linears, mute=block.mute, norm=block.norm)
+    kept = Block(block.name, block.kind, block.group, "edges", reason, linears)
+    return replace(kept, mute=block.mute, norm=block.norm, post_norm=block.post_norm)
 
 
 def _edge(linear: Linear) -> Linear:

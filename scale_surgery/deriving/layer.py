@@ -29,8 +29,11 @@ class _Contents:
     parts: list[LayerPart] = field(default_factory=list)
     pre_norms: list[Norm] = field(default_factory=list)
     post_norms: list[Norm] = field(default_factory=list)
-    # what is added to the residual stream, by parts or by the norms after them
+    # what is added to the residual stream, by parts or by the norms after them, and the names of these parts
     added: list[Tensor] = field(default_factory=list)
+    added_by: list[tuple[str, ...]] = field(default_factory=list)
+    # the last norm that reads the output of a part, by its name
+    norm_after: dict[str, str] = field(default_factory=dict)
     norm_outputs: dict[str, Tensor] = field(default_factory=dict)
     loose: list[ModuleCall] = field(default_factory=list)
     # names of parts that add the residual stream themselves
@@ -59,6 +62,7 @@ def derive_layer(trace: Trace, path: str, layer: nn.Module, called: str) -> Twin
         replace(
             without_gate(derive_block(part, adds_itself=part.name in contents.adding)),
             norm=_norm_before(part, contents),
+            post_norm=contents.norm_after.get(part.name, ""),
         )
         for part in contents.parts
     )
@@ -147,6 +151,7 @@ def _add_part(contents: _Contents, part: LayerPart, stream: Tensor) -> None:
             gave = written
     contents.parts.append(part)
     contents.added.append(gave)
+    contents.added_by.append((part.name,))
 
 
 def _add_norm(contents: _Contents, call: ModuleCall) -> None:
@@ -161,7 +166,9 @@ def _add_norm(contents: _Contents, call: ModuleCall) -> None:
         same = [tensor.reshape(call.before.shape) for tensor in last]
         if same and is_combination(call.before, same) is not None:
             contents.post_norms.append(Norm(call.name, style))
-            contents.added[-count:] = [call.after]
+            names = tuple(itertools.chain.from_iterable(contents.added_by[-count:]))
+            contents.norm_after |= dict.fromkeys(names, call.name)
+            contents.added[-count:], contents.added_by[-count:] = [call.after], [names]
             return
     contents.pre_norms.append(Norm(call.name, style))
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import TOKENIZER_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
-from scale_surgery.deriving.base import code_folder, derive_config, read_base
-from scale_surgery.deriving.configs import config_of
-from scale_surgery.errors import PlanError, Problem
+from scale_surgery.deriving.base import code_folder, read_base
+from scale_surgery.deriving.deepened import prove_copies
 from scale_surgery.planning.base import Base, base_in
-from scale_surgery.planning.depth import deepened_config, per_layer_lists
-from scale_surgery.planning.methods import METHODS
+from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.plan import Plan, plan_expansion
 from scale_surgery.planning.request import Request, check_is_request
 from scale_surgery.planning.reserved import check_clashes
@@ -74,10 +69,6 @@ def make_plan(
     check_is_request(request)
     checkpoint = base_in(checkpoint, request.name)
     check_name(request.name, ())
-    asked = METHODS.get(request.method) if isinstance(request.method, str) else None
-    # what the config rules out is refused before facts are derived
-    if asked is not None and (problems := asked.config_problems(checkpoint.config)):
-        raise PlanError(*problems)
     # a tiny twin is built, run and expanded: a second or a few
     with track("architecture", 1) as advance:
         base = read_base(checkpoint, run)
@@ -85,32 +76,15 @@ def make_plan(
     made = plan_expansion(base, request, name=name, revision=revision)
     check_clashes(checkpoint, made.tensors)
     if made.numbering is not None:
-        _check_kinds(base, made, code_folder(checkpoint, run))
+        _check_copies(base, made, code_folder(checkpoint, run))
     return made
 
 
-def _check_kinds(base: Base, made: Plan, code: Path | None) -> None:
-    """Check that layers keep their kind where copies below them change their numbers."""
-    if base.architecture.is_numbered:
-        raise PlanError(Problem("layers-use-numbers", "--method depth", model_type=base.architecture.model_type))
+def _check_copies(base: Base, made: Plan, code: Path | None) -> None:
+    """Check that copies of layers change nothing: not what other layers are, and not what they give."""
     deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
     del deep[CONFIG_KEY]
-    # every layer may be there twice
-    deep_facts = derive_config(deep, str(base.checkpoint.path), 2 * len(base.checkpoint.tensors), code).architecture
-    order = [layer for layer in range(base.sizes.layers) for _ in range(2 if layer in made.layers else 1)]
-    before, after = (config_of(config, code).to_dict() for config in (base.checkpoint.config, deep))
-    _check_lists(before, after, order)
-    for position, layer in enumerate(order):
-        # names on disk are those of a checkpoint
-        if deep_facts.kind(position) != replace(base.architecture.kind(layer), stored_as={}):
-            raise PlanError(Problem("kind-by-number", "--layers", layer=layer, position=position))
-
-
-def _check_lists(before: Mapping[str, Any], after: Mapping[str, Any], order: list[int]) -> None:
-    """Check the lists with an entry for each layer that transformers makes where config.json has none."""
-    for key, values in per_layer_lists(before, max(order) + 1).items():
-        if after.get(key) != [values[layer] for layer in order]:
-            raise PlanError(Problem("list-by-number", "--layers", key=key))
+    prove_copies(base.checkpoint.config, deep, code, base.architecture, made.layers)
 
 
 def load_plan(

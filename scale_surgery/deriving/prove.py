@@ -183,7 +183,7 @@ def _failures(twin: Twin, specs: Spec, *, in_short: bool) -> Iterator[Problem]:
         given = twin.given[dtype]
         if in_short and dtype != torch.float32:
             given = replace(given, tokens=None)
-        yield from _differences(given, model, ids, str(dtype).removeprefix("torch."))
+        yield from differences(given, model, ids, str(dtype).removeprefix("torch."))
     expected = set(expansion_tensors(expanded))
     if {name for name, tensor in expanded.named_parameters() if tensor.requires_grad} != expected:
         yield Problem("twin-trains-others")
@@ -192,7 +192,8 @@ def _failures(twin: Twin, specs: Spec, *, in_short: bool) -> Iterator[Problem]:
     yield from _without_gradient(expanded, ids, specs)
 
 
-def _differences(given: Given, expanded: Any, ids: Tensor, dtype: str) -> Iterator[Problem]:
+def differences(given: Given, expanded: Any, ids: Tensor, dtype: str) -> Iterator[Problem]:
+    """Compare logits and generation with those of the stock twin."""
     for base, logits in zip(given.logits, _both_logits(expanded, ids), strict=True):
         if not torch.equal(base, logits):
             most = float((base - logits).abs().max())

@@ -11,14 +11,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from scale_surgery.deriving.build import LayersPlace, read, text_config
+from scale_surgery.planning.per_layer import per_layer_lists
 
 LEAST_LAYERS = 3
 # more layers cost seconds; then a few of each kind are chosen instead of all the first
 MOST_IN_A_ROW = 5
 # attributes that number layers or modules
 COUNTS = re.compile(r"(^|_)(idx|id|index|number|seed)$")
-# keys of a config that hold the number of a token
-TOKEN = re.compile(r"token(_id|_index)$|_id$")
 PLAIN = (str, bool, int, float, type(None))
 
 
@@ -74,7 +73,7 @@ class RealModel:
 def describe_real(config: PreTrainedConfig, model: PreTrainedModel, place: LayersPlace) -> RealModel:
     """Compare the layers of a model, and choose the first ones, so many that every kind is among them."""
     forms, values = layer_forms(model, place), text_config(config).to_dict()
-    lists = [value for key, value in values.items() if is_per_layer(key, value, place.count)]
+    lists = per_layer_lists(values, place.count).values()
     sorts = [(form, [_sort(values_of_layers[layer]) for values_of_layers in lists]) for layer, form in enumerate(forms)]
     kinds = tuple(map(sorts.index, sorts))
     depth = max(LEAST_LAYERS, max(kinds) + 1)
@@ -130,9 +129,3 @@ def _sort(value: Any) -> Any:
 def _is_numbered(name: str) -> bool:
     """Return True if a module is one of several of its kind, such as experts, beyond the first."""
     return any(part.isdigit() and part != "0" for part in name.split("."))
-
-
-def is_per_layer(key: str, value: Any, layers: int) -> bool:
-    """Return True if a value of a config is a list with one entry for each layer."""
-    is_long = isinstance(value, (list, tuple)) and len(value) >= layers
-    return is_long and not TOKEN.search(key) and ("rope" not in key or "layer" in key)

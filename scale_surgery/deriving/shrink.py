@@ -25,10 +25,15 @@ KERNEL = "multiple of"
 
 def shrink(real: RealModel) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     """Configs of two tiny twins, all of whose sizes differ; their models have been run once."""
-    first, way = _shrink(real, ways(0))
+    first, way = shrink_once(real)
     # most second twins can be made as the first
     second, _ = _shrink(real, [replace(way, scale=1), *ways(1)])
     return first, second
+
+
+def shrink_once(real: RealModel) -> tuple[PreTrainedConfig, Way]:
+    """The config of one tiny twin, and the way in which it was made."""
+    return _shrink(real, ways(0))
 
 
 def _shrink(real: RealModel, tried: Iterable[Way]) -> tuple[PreTrainedConfig, Way]:

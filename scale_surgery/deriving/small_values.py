@@ -10,7 +10,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from scale_surgery.deriving.build import read, text_config
-from scale_surgery.deriving.real_model import TOKEN, RealModel, is_per_layer
+from scale_surgery.deriving.real_model import RealModel
+from scale_surgery.planning.per_layer import TOKEN, is_per_layer
 
 Values = dict[str, Any]
 
@@ -50,7 +51,8 @@ ROUND_SCALES = (
 HEADS = re.compile(r"heads|n_head|query_groups")
 HEAD_SIZE = re.compile(r"head_?(dim|size)|d_head|dim_head|kv_channels|rotary_dim")
 STATE = re.compile(r"state(_size)?$")
-WINDOW = re.compile(r"(?<!max_)window(?!_layers|_pattern)|chunk")
+# tokens that attention reads
+WINDOW = re.compile(r"(?<!max_)window(?!_layers|_pattern)|chunk|index_topk$")
 INNER = re.compile(r"intermediate|ffn|inner|ff_dim|dff|dim_ff|feed_forward")
 POSITIONS = re.compile(r"positions?(_embeddings)?$|max_seq_len|max_length|n_ctx|context_length")
 LAYER = re.compile(r"layer|first|last|start|(^|_)end|offset")
@@ -204,7 +206,8 @@ class _Shrinking:
         )
 
     def _number(self, key: str, value: int) -> int:
-        for rule in (self._token, self._layer, self._depth, self._stream, self._expert, self._head, self._limit):
+        # a limit that equals the hidden size stays a limit
+        for rule in (self._token, self._layer, self._depth, self._limit, self._stream, self._expert, self._head):
             small = rule(key, value)
             if small is not None:
                 return small

@@ -131,6 +131,7 @@ class Block:
         config: Keys of the config that it reads, likewise.
         mute: Names of tensors in memory, inside the layer and `numberless`: if they are zero, the block adds nothing.
         norm: Norm of the layer whose output it reads; empty where it reads the residual stream as it is.
+        post_norm: Norm of the layer that reads its output, alone or in a sum; empty where its output is added as it is.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Block:
     config: Mapping[str, HeadSize] = field(default_factory=dict)
     mute: tuple[str, ...] = ()
     norm: str = ""
+    post_norm: str = ""
 
     @property
     def is_whole(self) -> bool:
@@ -234,7 +236,6 @@ class Architecture:
         heads_divide_hidden: Whether the stock config wants a number of query heads that divides the hidden size.
         fixed_vocabulary: Why tokens cannot be added; empty where they can.
         alters_logits: Whether logits are changed after the head, other than by a cap.
-        is_numbered: Whether layers compute with their number.
         keeps_batch: Whether what leaves the last norm has to be as many texts as were given.
         keeps_width: Whether what leaves the last norm has to be as wide as what entered the first layer.
         own_code: Auto class to module and class in the base's own files, such as `modeling_own.OwnForCausalLM`, where
@@ -265,7 +266,6 @@ class Architecture:
     heads_divide_hidden: bool = False
     fixed_vocabulary: str = ""
     alters_logits: bool = False
-    is_numbered: bool = False
     keeps_batch: bool = False
     keeps_width: bool = False
     own_code: Mapping[str, str] = field(default_factory=dict)

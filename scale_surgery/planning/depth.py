@@ -10,59 +10,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering, numbering_of
 from scale_surgery.errors import PlanError, Problem
-from scale_surgery.planning.architecture import Architecture, Kind, numberless
+from scale_surgery.planning.architecture import Architecture, numberless
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.costs import Costs, estimate_depth
 from scale_surgery.planning.method import Method, Resolved
+from scale_surgery.planning.per_layer import per_layer_lists
 from scale_surgery.planning.request import VARIANTS, Request
-from scale_surgery.planning.selection import select_layers
+from scale_surgery.planning.selection import format_layers, select_layers
 from scale_surgery.planning.specs import FORMAT, Spec
 from scale_surgery.planning.stored import layer_path
 from scale_surgery.planning.tensors import NewTensor, TensorPlan
-
-
-@dataclass(frozen=True)
-class Binding:
-    """A key of config.json by which layers are bound to each other or to their numbers, so that none can be copied.
-
-    Attributes:
-        key: The key.
-        reason: How it binds layers.
-        harmless: Values by which nothing is bound; a key that is missing, null, false, 0 or empty never binds.
-        switch: Key that turns it off where it is false, or None.
-    """
-
-    key: str
-    reason: str
-    harmless: tuple[object, ...] = ()
-    switch: str | None = None
-
-    def holds(self, config: Mapping[str, Any]) -> bool:
-        """Return True if a config ties its layers in this way."""
-        value = config.get(self.key)
-        is_on = self.switch is None or bool(config.get(self.switch, True))
-        return is_on and bool(value) and value not in self.harmless
-
-
-BINDINGS = (
-    Binding("num_kv_shared_layers", "its last layers read the key/value caches of lower ones"),
-    Binding("num_kv_reuse_layers", "its last layers read the key/value caches of lower ones"),
-    Binding("cla_share_factor", "neighbouring layers share one key/value cache", harmless=(1,), switch="use_cla"),
-    Binding("use_cross_layer_attention", "layers read the key/value caches of others"),
-    Binding("num_hidden_groups", "layers share their weights in groups"),
-    Binding("num_mem_blocks", "layers share the weights of a few blocks"),
-    Binding("hidden_size_per_layer_input", "each layer has a part of the embedding of its own"),
-    Binding("per_layer_config", "layers have sizes of their own, by their numbers"),
-    Binding("scale_attn_by_inverse_layer_idx", "each layer divides its attention by its number"),
-    Binding("scale_depth", "each layer is scaled by the number of layers"),
-)
 
 
 class Depth(Method):
@@ -81,10 +44,6 @@ class Depth(Method):
         "strength": "deepened-not-dialled",
     }
     about_rows = "Each row is the copy after that base layer"
-
-    def config_problems(self, config: Mapping[str, Any]) -> list[Problem]:
-        """List keys by which layers share caches or weights, or depend on their numbers."""
-        return binding_problems(config)
 
     def resolve(self, base: Base, request: Request) -> Resolved:
         """The layers that get a copy; nothing is widened."""
@@ -118,11 +77,19 @@ class Depth(Method):
 
 
 def _check_tensors(base: Base, layers: Sequence[int], numbering: Numbering | None) -> None:
-    """Refuse tensors of copied layers that are not floats, and layers whose names on disk cannot be numbered anew."""
+    """Refuse copies that nothing makes mute, tensors that are not floats, and names on disk that cannot be numbered."""
     paths = [layer_path(base.architecture, base.prefix, layer) for layer in layers]
     floats = FLOAT_DTYPES.values()
+    loud = dict[str, list[int]]()
+    for layer in layers:
+        for block in (name for name, values in _mute_blocks(base.architecture, layer).items() if not values):
+            loud.setdefault(block, []).append(layer)
+    problems = [
+        Problem("copies-not-mute", f"--layers {format_layers(tuple(numbers))}", block=block)
+        for block, numbers in loud.items()
+    ]
     coded = [tensor.source for tensor in depth_tensors(base, layers) if base.loaded[tensor.source].dtype not in floats]
-    problems = [Problem("copies-not-floats", "--method depth", tensors=coded)] if coded else []
+    problems += [Problem("copies-not-floats", "--method depth", tensors=coded)] if coded else []
     if numbering is not None and not numbering.numbers(f"{paths[0]}x"):
         problems.append(Problem("layers-named-otherwise", "--method depth", path=paths[0]))
     if problems:
@@ -151,25 +118,35 @@ def _groups(architecture: Architecture) -> dict[str, str]:
     return {**inside, **{block.name: block.group for block in blocks if block.name}}
 
 
-def mute_tensors(kind: Kind) -> tuple[str, ...]:
-    """Names in memory, inside a layer, of tensors that give zeros at the start of a copy."""
-    # where a norm comes after the output projections, it is this norm (ours): it would make an output projection that
-    # has left zero by however little as large as any other in one step
-    if kind.post_norms:
-        return tuple(f"{norm.name}.{part}" for norm in kind.post_norms for part in ("weight", "bias"))
-    # the last before the residual stream: the output projections of attention and MLP (LLaMA Pro, arXiv 2401.02415,
-    # section 3.2)
-    return tuple(name for block in kind.blocks for name in block.mute)
+def mute_values(architecture: Architecture, layer: int) -> dict[str, int]:
+    """Values by which a copy of a layer adds nothing, by the names in memory, inside the layer, of tensors."""
+    return {name: value for values in _mute_blocks(architecture, layer).values() for name, value in values.items()}
+
+
+def _mute_blocks(architecture: Architecture, layer: int) -> dict[str, dict[str, int]]:
+    """The same for each block of the layer; empty for one that nothing makes mute."""
+    blocks = {}
+    for block in architecture.kind(layer).blocks:
+        norm = block.post_norm
+        # the norm that reads its output (ours): it would make an output projection that has left zero by however little
+        # as large as any other in one step
+        if norm and f"{architecture.layers}.{layer}.{norm}" not in architecture.weightless:
+            blocks[block.name] = {f"{norm}.weight": architecture.mute_gain, f"{norm}.bias": 0}
+        # the last before the residual stream: the output projections of attention and MLP (LLaMA Pro, arXiv 2401.02415,
+        # section 3.2)
+        else:
+            blocks[block.name] = dict.fromkeys(block.mute, 0)
+    return blocks
 
 
 def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
-    """The tensors of every copy: those of `mute_tensors` begin with zeros as output, all others are copies."""
+    """The tensors of every copy: those of `mute_values` give zeros at first, all others are copies."""
     architecture = base.architecture
     for layer in layers:
         path, kind = layer_path(architecture, base.prefix, layer), architecture.kind(layer)
         inner = (norm.name for block in kind.blocks for norm in block.inner_norms)
         norms = {kind.on_disk(name) for name in (*(norm.name for norm in (*kind.pre_norms, *kind.post_norms)), *inner)}
-        place, mute = f"{architecture.layers}.{layer}.", mute_tensors(kind)
+        place, mute = f"{architecture.layers}.{layer}.", mute_values(architecture, layer)
         for source in (
             info
             for name, info in base.loaded.items()
@@ -197,26 +174,6 @@ def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], archite
     for name, values in per_layer.items():
         edited[name] = [value for i, value in enumerate(values) for _ in range(2 if i in copied else 1)]
     return edited
-
-
-def binding_problems(config: Mapping[str, Any]) -> list[Problem]:
-    """List keys of a config.json by which layers share caches or weights, or depend on their numbers."""
-    nested = config.get("text_config")
-    places = {"": config, "text_config.": nested if isinstance(nested, Mapping) else {}}
-    return [
-        Problem(
-            "layers-bound", f"{CONFIG_FILE}: {place}{binding.key}", value=values[binding.key], reason=binding.reason
-        )
-        for place, values in places.items()
-        for binding in BINDINGS
-        if binding.holds(values)
-    ]
-
-
-def per_layer_lists(config: Mapping[str, Any], layers: int) -> dict[str, list[Any]]:
-    """Lists of a config.json that hold one value for each layer, by key."""
-    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
-    return {key: value for key, value in lists.items() if "layer" in key or key.endswith("_types")}
 
 
 def check_depth_config(architecture: Architecture, config: Mapping[str, Any], layers: int) -> None:

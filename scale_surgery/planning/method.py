@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from scale_surgery.errors import Problem
 from scale_surgery.planning.base import Base
@@ -58,10 +58,6 @@ class Method(ABC):
     def complete(self, request: Request) -> Request:
         """Fill in the defaults of the method."""
         return replace(request, variant=request.variant or self.variants[0])
-
-    def config_problems(self, config: Mapping[str, Any]) -> list[Problem]:
-        """List problems with a config.json, whatever its family."""
-        return []
 
     @abstractmethod
     def resolve(self, base: Base, request: Request) -> Resolved:

@@ -25,4 +25,6 @@ class PineConfig(PretrainedConfig):
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
         self.has_own_attention = has_own_attention
+        self.has_norm_after_attention = kwargs.pop("has_norm_after_attention", False)
+        self.sloped_layers = kwargs.pop("sloped_layers", None)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)

@@ -69,7 +69,10 @@ class Layer(nn.Module):
         super().__init__()
         self.before_attention, self.attention = Norm(config.hidden_size), Attention(config, layer_idx)
         self.before_mlp, self.mlp = Norm(config.hidden_size), Mlp(config)
+        self.after_attention = Norm(config.hidden_size) if config.has_norm_after_attention else nn.Identity()
+        # such layers compute with their number
+        self.slope = 1 / (layer_idx + 1) if (config.sloped_layers or {layer_idx: False})[layer_idx] else 1.0
 
     def forward(self, x, mask, cache):
-        x = x + self.attention(self.before_attention(x), mask, cache)
+        x = x + self.after_attention(self.attention(self.before_attention(x), mask, cache)) * self.slope
         return x + self.mlp(self.before_mlp(x))

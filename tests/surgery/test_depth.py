@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOption
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.numbering import Numbering
-from scale_surgery.deriving.base import derive_config
+from scale_surgery.deriving.base import derive_config, read_base
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
-from scale_surgery.planning.depth import BINDINGS, build_depth_specs, deepened_config
+from scale_surgery.planning.depth import Depth, build_depth_specs, deepened_config
+from scale_surgery.planning.method import Resolved
 from scale_surgery.running.freeze import base_states, freeze_base, new_layers
 from scale_surgery.show.tables import render_inspection
 from scale_surgery.show.tables_plan import render_plan
@@ -396,38 +398,17 @@ def test_a_spoiled_record_is_named(deep: Path) -> None:
 # ---- what cannot be deepened
 
 
-BOUND = {
-    "num_kv_shared_layers": 2,
-    "num_kv_reuse_layers": 1,
-    "cla_share_factor": 2,
-    "use_cross_layer_attention": True,
-    "num_hidden_groups": 1,
-    "num_mem_blocks": 2,
-    "hidden_size_per_layer_input": 256,
-    "per_layer_config": {"0": {}},
-    "scale_attn_by_inverse_layer_idx": True,
-    "scale_depth": 1.4,
-}
-
-
-def test_layers_that_cannot_be_copied_are_refused_by_the_key_that_says_so(llama_base):
-    """Before the family is asked for: also where that is not supported."""
-    assert set(BOUND) == {binding.key for binding in BINDINGS}
-    for key, value in BOUND.items():
-        edit(llama_base, "config.json", **dict.fromkeys(BOUND) | {"model_type": "gemma3n_text", key: value})
-        with refused("layers-bound", f"config.json: {key}", PlanError):
-            plan(llama_base, DEEPENED)
-    edit(llama_base, "config.json", text_config={"num_kv_shared_layers": 10}, num_kv_shared_layers=3)
-    assert [problem.where for problem in problems(plan, llama_base, DEEPENED, error=PlanError)] == [
-        "config.json: num_kv_shared_layers",
-        "config.json: scale_depth",
-        "config.json: text_config.num_kv_shared_layers",
+def test_a_block_that_nothing_makes_mute_is_refused(llama_base):
+    base = read_base(open_checkpoint(llama_base))
+    (kind,) = base.architecture.kinds
+    attention, mlp = kind.blocks
+    kinds = (replace(kind, blocks=(attention, replace(mlp, mute=()))),)
+    spoiled = replace(base, facts=replace(base.facts, architecture=replace(base.architecture, kinds=kinds)))
+    request, resolved = Request("0,2", method="depth"), Resolved((0, 2))
+    assert problems(Depth().specs, spoiled, request, resolved, error=PlanError) == [
+        Problem("copies-not-mute", "--layers 0,2", block="mlp")
     ]
-    # values that bind nothing are no reason
-    nothing = dict.fromkeys(BOUND) | {"text_config": None, "model_type": "llama"}
-    for free in ({"cla_share_factor": 1, "num_kv_shared_layers": 0}, {"cla_share_factor": 2, "use_cla": False}):
-        edit(llama_base, "config.json", **nothing | free)
-        assert plan(llama_base, DEEPENED).layers == (0, 2)
+    assert Depth().specs(base, request, resolved)["new_layers"] == [1, 4]
 
 
 @pytest.mark.parametrize(
