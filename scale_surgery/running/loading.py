@@ -22,11 +22,13 @@ from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
 from scale_surgery.errors import CheckpointError, Problem, SurgeryError, name_some
 from scale_surgery.planning.base import left_over_quantisation
-from scale_surgery.running.device import is_out_of_memory
+from scale_surgery.running.device import has_bfloat16, is_out_of_memory
 from scale_surgery.running.options import RunOptions
 
 # arguments of `translated` during the run of a loaded model
 RUNNING = ("model-not-run", "config.json, generation_config.json")
+# bytes of a model that is fast enough in any dtype
+SMALL = 100 * 1000**2
 
 
 @contextmanager
@@ -87,10 +89,20 @@ def loaded(
         # this replaces transformers' own report, which is silenced
         if (left := sorted(info["unexpected_keys"])) and not is_strict(model):
             _logger().warning_once(f"{title}: {type(model).__name__} does not load {name_some(left)} of its files.")
+        if size > SMALL and run.device == "cpu" and run.dtype is None and _is_slow(model.dtype):
+            _logger().warning_once(
+                f"This processor has no instructions for {str(model.dtype).removeprefix('torch.')}, and takes several "
+                "times as long as in float32. To measure or generate faster, give --dtype float32."
+            )
         with quiet_transformers():
             yield model, _load_problems(model, info)
             del model
         free_memory()
+
+
+def _is_slow(dtype: Any) -> bool:
+    # oneDNN has fast products in float16 on a part of the processors that have them in bfloat16, and on no other
+    return dtype.itemsize == 2 and not has_bfloat16("cpu")
 
 
 def free_memory() -> None:

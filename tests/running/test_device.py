@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +29,11 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.program import main
 from scale_surgery.progress import Progress
+from scale_surgery.running import loading
 from scale_surgery.running.device import choose_device, is_out_of_memory
+from scale_surgery.running.options import Dtype
 from tests.conftest import refused
+from tests.tiny import save_tiny
 
 
 def with_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
@@ -129,3 +133,35 @@ def test_memory_that_the_processor_lacks_is_memory() -> None:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(full.value)
     assert not is_out_of_memory(RuntimeError("shapes do not match")), "the control"
+
+
+@pytest.mark.parametrize(
+    ("has", "size", "dtype", "slow"),
+    [
+        (False, 0, None, "bfloat16"),
+        (True, 0, None, ""),
+        (False, loading.SMALL, None, ""),
+        (False, 0, "bfloat16", ""),
+    ],
+    ids=["slow", "with instructions", "small", "as asked"],
+)
+def test_half_precision_that_is_slow_on_this_processor_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has: bool,
+    size: int,
+    dtype: Dtype | None,
+    slow: str,
+) -> None:
+    base = save_tiny(tmp_path / "base", "llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(loading, "SMALL", size)
+    monkeypatch.setattr(loading, "has_bfloat16", lambda device: has)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    with loading.loaded(base, RunOptions(device="cpu", dtype=dtype)) as (model, problems):
+        assert model.dtype == torch.bfloat16
+        assert not problems
+    assert [f"no instructions for {slow}" in line for line in said] == ([True] if slow else [])
