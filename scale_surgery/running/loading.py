@@ -92,8 +92,8 @@ def loaded(
         if size > SMALL and run.device == "cpu" and run.dtype is None and _is_slow(model.dtype):
             _logger().warning_once(
                 f"This processor has no instructions for {str(model.dtype).removeprefix('torch.')}, and takes several "
-                "times as long as in float32. To measure or generate faster, give --dtype float32. To learn, give --set "
-                "running.dtype=float32."
+                "times as long as in float32. To measure or generate faster, give --dtype float32, and to learn, give "
+                "--set running.dtype=float32."
             )
         with quiet_transformers():
             yield model, _load_problems(model, info)
