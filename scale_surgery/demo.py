@@ -67,7 +67,7 @@ with torch.no_grad():
     equal = torch.equal(base(**inputs).logits, expanded(**inputs).logits)
     tokens = expanded.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1]:]
 print(json.dumps({
-    "class": type(expanded).__name__,
+    "model_class": type(expanded).__name__,
     "logits_bit_equal": equal,
     "answer": tokenizer.decode(tokens, skip_special_tokens=True).strip().splitlines()[0],
     "trainable": sum(p.numel() for p in expanded.parameters() if p.requires_grad),
@@ -373,13 +373,4 @@ def _reload(base: Path, expanded: Path) -> Reloaded:
     if run.returncode:
         raise CheckpointError(Problem("demo-not-loaded", expanded, error=run.stderr.strip()))
     reply = json.loads(run.stdout.splitlines()[-1])
-    return Reloaded(
-        model_class=reply["class"],
-        logits_bit_equal=reply["logits_bit_equal"],
-        question=question.prompt,
-        answer=reply["answer"],
-        expected=question.answer,
-        trainable=reply["trainable"],
-        frozen=reply["frozen"],
-        imported_scale_surgery=reply["imported_scale_surgery"],
-    )
+    return Reloaded(question=question.prompt, expected=question.answer, **reply)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -158,7 +158,6 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
     refuse_extract(path, files)
     refuse_foreign(path, files)
     config = config if config is not None and CONFIG_FILE not in files else read_config(path / CONFIG_FILE)
-    _refuse_other_specs(path, config)
     shards, declared = _find_shards(path, files, without)
     # shards may also be behind a link to a folder, which list_files does not follow
     stamps |= take_stamps(path / shard for shard in shards if (path / shard).exists())
@@ -166,7 +165,6 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
     problems += _index_problems(declared, tensors) if declared is not None and not problems else []
     if not tensors and not problems:
         problems = [Problem("weights-empty", name_some(shards))]
-    problems = problems or boundless(config, len(tensors))
     if problems:
         raise CheckpointError(*problems)
     others = [file for file in files if not file.endswith(".safetensors")]
@@ -176,18 +174,30 @@ def open_checkpoint(path: Path, config: Mapping[str, Any] | None = None, without
     links = links_that_are_no_files(path)
     left_out += tuple(link for link in links if not any(shard.startswith(f"{link}/") for shard in shards))
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
-    named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
     belonging = [path / file for file in (*shards, *side_files, MANIFEST_FILE)]
     read = {file: stamps[file] for file in belonging if file in stamps}
-    return Checkpoint(path, config, named, tuple(shards), side_files, left_out, read)
+    return checkpoint_of(path, config, tensors, shards, side_files, left_out, read)
 
 
-def _refuse_other_specs(path: Path, config: Mapping[str, Any]) -> None:
+def checkpoint_of(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    shards: Sequence[str],
+    side_files: tuple[str, ...],
+    left_out: tuple[str, ...],
+    stamps: Stamps,
+) -> Checkpoint:
+    """Name the tensors of a checkpoint by its config, which is refused if it contradicts them."""
     if not isinstance(specs := config.get(CONFIG_KEY, {}), dict):
         raise CheckpointError(Problem("config-specs", f"{path / CONFIG_FILE}: {CONFIG_KEY}", value=specs))
+    if problems := _boundless(config, len(tensors)):
+        raise CheckpointError(*problems)
+    named = name_tensors(tensors, numbering_of(specs))
+    return Checkpoint(path, config, named, tuple(shards), side_files, left_out, stamps)
 
 
-def boundless(config: Mapping[str, Any], tensors: int) -> list[Problem]:
+def _boundless(config: Mapping[str, Any], tensors: int) -> list[Problem]:
     """Return a problem for each number of layers that exceeds the number of tensors."""
     # a multimodal config nests the language model's
     text = config.get("text_config")

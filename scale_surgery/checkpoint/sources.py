@@ -14,9 +14,8 @@ from pathlib import Path
 
 from scale_surgery.checkpoint.folder import (
     Checkpoint,
-    boundless,
+    checkpoint_of,
     declared_shards,
-    name_tensors,
     open_checkpoint,
     read_config,
     read_json,
@@ -33,8 +32,7 @@ from scale_surgery.checkpoint.names import (
     SINGLE_FILE,
     as_unicode,
 )
-from scale_surgery.checkpoint.numbering import CONFIG_KEY, numbering_of
-from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 
 SKIPPED_PATTERNS = [f"*{suffix}" for suffix in OTHER_WEIGHT_SUFFIXES]
 
@@ -53,14 +51,17 @@ def listed(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
     return [given] if isinstance(given, str | Path) else list(given)
 
 
-def find_source(model: str | Path, revision: str | None = None) -> Source:
-    """Find a model. A Hub repository is downloaded into the local cache; of its weights, only what the index names."""
-    if (local := _local_source(model)) is not None:
+def find_source(model: str | Path, revision: str | None = None, *, recorded: str | None = None) -> Source:
+    """Find a model. A Hub repository is downloaded into the local cache; of its weights, only what the index names.
+
+    `recorded` is the commit that a record names. It is used if the user names no revision, and a folder has none.
+    """
+    if (local := _local_source(model, revision)) is not None:
         return local
     from huggingface_hub import snapshot_download
 
     # huggingface_hub respects HF_HUB_OFFLINE, HF_HOME and its other settings
-    folder = find_beside_weights(model, revision)
+    folder = find_beside_weights(model, revision or recorded)
     # the folder of a snapshot is named after its commit
     commit = folder.name
     with _hub_errors(str(model)):
@@ -70,7 +71,7 @@ def find_source(model: str | Path, revision: str | None = None) -> Source:
 
 def find_beside_weights(model: str | Path, revision: str | None = None) -> Path:
     """Find a model's folder. A Hub repository is downloaded without its weights, for example for its tokenizer."""
-    if (local := _local_source(model)) is not None:
+    if (local := _local_source(model, revision)) is not None:
         return local.path
     from huggingface_hub import snapshot_download
 
@@ -90,16 +91,24 @@ def _weights(beside: Path) -> list[str]:
 
 def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, Checkpoint]:
     """Read a model's config and headers from a folder or from the Hub. No weights are read or downloaded."""
-    if (local := _local_source(model)) is not None:
+    if (local := _local_source(model, revision)) is not None:
         return local, open_checkpoint(local.path)
     return _cached_model(str(model), revision) or _remote_model(str(model), revision)
 
 
-def _local_source(model: str | Path) -> Source | None:
+def is_local(model: str | Path) -> bool:
+    """Return True if a model is a folder. A folder comes before a Hub repository of the same name."""
     path = Path(model)
     with reached(path):
-        if path.exists():
-            return Source(path, as_unicode(path.resolve().name), None)
+        return path.exists()
+
+
+def _local_source(model: str | Path, revision: str | None) -> Source | None:
+    path = Path(model)
+    if is_local(path):
+        if revision is not None:
+            raise PlanError(Problem("revision-of-folder", "--revision", revision=revision, model=model))
+        return Source(path, as_unicode(path.resolve().name), None)
     parts = str(model).split("/")
     if len(parts) != 2 or not all(parts) or str(model).startswith((".", "~")):
         raise CheckpointError(Problem("model-not-found", model))
@@ -143,10 +152,7 @@ def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:
     left_out = tuple(file for file in others if file.endswith((*OTHER_WEIGHT_SUFFIXES, ".safetensors")))
     side_files = tuple(file for file in others if file not in left_out and file != MANIFEST_FILE)
     config = read_config(folders[0] / CONFIG_FILE)
-    if problems := boundless(config, len(tensors)):
-        raise CheckpointError(*problems)
-    named = name_tensors(tensors, numbering_of(config.get(CONFIG_KEY)))
-    checkpoint = Checkpoint(folders[0], config, named, tuple(sorted(headers)), side_files, left_out)
+    checkpoint = checkpoint_of(folders[0], config, tensors, sorted(headers), side_files, left_out, {})
     return Source(folders[0], repo, info.sha), checkpoint
 
 

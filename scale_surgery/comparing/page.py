@@ -10,7 +10,6 @@ from scale_surgery.comparing.methods import METHODS
 from scale_surgery.comparing.tables import COSTS, LOSSES, advice, costs_of, losses_of
 from scale_surgery.drawing.figures import image_of
 from scale_surgery.drawing.palette import DARK, LIGHT
-from scale_surgery.evidence.evaluate import Evaluation
 from scale_surgery.evidence.evaluate_models import Score
 from scale_surgery.show.figure_plane import plane_figure
 from scale_surgery.show.pages.charts import Chart
@@ -57,7 +56,7 @@ def _facts(comparison: Comparison) -> Iterator[Fact]:
 
 
 def _sections(comparison: Comparison) -> Iterator[Section]:
-    figure = plane_figure(as_evaluation(comparison))
+    figure = plane_figure(_scores(comparison))
     yield Section(
         "New against old",
         "Loss on new text over loss on old text. The best corner is at the bottom left.",
@@ -86,19 +85,11 @@ def _terms(comparison: Comparison) -> Iterator[str]:
     yield "Models compute in float32; on a GPU, they train in bfloat16. Adapters are merged before they are served."
 
 
-def as_evaluation(comparison: Comparison) -> Evaluation:
-    """Return the losses as `evaluate` gives them."""
+def _scores(comparison: Comparison) -> Iterator[Score]:
+    """Give the losses as `evaluate` does."""
     assert comparison.base is not None
     base = comparison.base.losses
-    scores = [Score(BASE, "base", None, base.old, base.new)]
-    scores += [
-        Score(
-            row.method,
-            "expanded" if METHODS[row.method].kind == "expansion" else "other",
-            BASE,
-            row.losses.old,
-            row.losses.new,
-        )
-        for row in comparison.rows
-    ]
-    return Evaluation(tuple(scores), (), (), 0, 0, None, ())
+    yield Score(BASE, "base", None, base.old, base.new)
+    for row in comparison.rows:
+        is_expansion = METHODS[row.method].kind == "expansion"
+        yield Score(row.method, "expanded" if is_expansion else "other", BASE, row.losses.old, row.losses.new)

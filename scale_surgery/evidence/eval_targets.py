@@ -14,7 +14,7 @@ from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
-from scale_surgery.checkpoint.sources import find_source
+from scale_surgery.checkpoint.sources import find_source, is_local
 from scale_surgery.errors import CheckpointError, DataError, Problem
 from scale_surgery.folder.folder import Folder, with_record
 from scale_surgery.folder.parts import base_tokenizer
@@ -121,7 +121,9 @@ def open_subjects(
     given = list(reversed(places.values()))
     if not given:
         raise CheckpointError(Problem("models-missing"))
-    subjects = [_open(model, revision, run) for model in given]
+    # folders have none, beside Hub repositories that do
+    revisions = {model: revision for model in given if not is_local(model)} or dict.fromkeys(given, revision)
+    subjects = [_open(model, revisions.get(model), run) for model in given]
     uses = Counter(subject.name for subject in subjects)
     named = [
         subject if uses[subject.name] == 1 else replace(subject, name=model)

@@ -45,6 +45,16 @@ class Promise:
     problems: tuple[str, ...]
 
 
+def verdict(*, holds: bool | None, claimed: bool, required: bool) -> str:
+    """Say in a word or two how a promise came out."""
+    counts = claimed or required
+    if holds:
+        return "holds" if counts else "holds (unclaimed)"
+    if not counts:
+        return "not claimed"
+    return "not checked" if holds is None else "BROKEN"
+
+
 def judge(
     folder: Folder,
     integrity: Integrity,

@@ -66,6 +66,12 @@ class Verification:
     recorded: bool = False
     expansions: tuple[str, ...] = ()
 
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Each problem once, those of broken promises first: a wrong base causes others."""
+        broken = (promise for promise in self.promises if promise.name in self.required and not promise.holds)
+        return tuple(dict.fromkeys([*(line for promise in broken for line in promise.problems), *self.problems]))
+
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as plain JSON values; the path is reduced to the folder's name."""
         content = asdict(replace(self, path=Path(as_unicode(self.path.resolve().name))))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.licence import read_licence
 from scale_surgery.errors import CheckpointError, Problem, counted, problems_of
+from scale_surgery.evidence.promises import verdict
 from scale_surgery.evidence.rehearsed import rehearsed_text
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.hub.markdown import code, plain
@@ -234,17 +235,14 @@ def _promises(certificate: Mapping[str, Any] | None) -> list[tuple[str, str, str
         return []
     required = certificate["required"]
     return [
-        (promise["name"], _verdict(promise, is_required=promise["name"] in required), promise["evidence"])
+        (promise["name"], _verdict(promise, required=promise["name"] in required), promise["evidence"])
         for promise in certificate["promises"]
     ]
 
 
-def _verdict(promise: Mapping[str, Any], *, is_required: bool) -> str:
-    if promise["holds"] is None:
-        return "not checked"
-    if promise["holds"]:
-        return "holds" if promise["claimed"] or is_required else "holds (unclaimed)"
-    return "**BROKEN**" if is_required or promise["claimed"] else "not claimed"
+def _verdict(promise: Mapping[str, Any], *, required: bool) -> str:
+    result = verdict(holds=promise["holds"], claimed=promise["claimed"], required=required)
+    return f"**{result}**" if result == "BROKEN" else result
 
 
 def _checked_with(certificate: Mapping[str, Any] | None) -> list[str]:

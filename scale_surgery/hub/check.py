@@ -35,9 +35,8 @@ def check_contents(contents: Contents, track: Track) -> Checked:
         return Checked()
     result = verify(contents.path, probes=None, record=False, track=track)
     if not result.passed:
-        broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
-        lines = dict.fromkeys([*result.problems, *(line for promise in broken for line in promise.problems)])
-        _refuse("push-unverified", contents, [Problem("verify-finding", text=line.removesuffix(".")) for line in lines])
+        found = [Problem("verify-finding", text=line.removesuffix(".")) for line in result.findings]
+        _refuse("push-unverified", contents, found)
     is_current = recorded.get("fingerprint") == result.fingerprint
     return Checked(recorded if is_current else result.to_json(), result.warnings)
 

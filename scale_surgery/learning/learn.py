@@ -29,6 +29,7 @@ from scale_surgery.checkpoint.sources import Source, find_beside_weights, open_m
 from scale_surgery.deriving.base import read_base
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem, SurgeryError, TrainingError
+from scale_surgery.evidence.promises import verdict
 from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
@@ -314,11 +315,8 @@ def _describe(job: Job, done: Mapping[str, Mapping[str, Any]]) -> Learned:
 
 
 def _promised(promise: Mapping[str, Any]) -> str:
-    if not promise["claimed"]:
-        return "not claimed"
-    if promise["holds"] is None:
-        return f"not checked: {promise['evidence']}"
-    return f"{'holds' if promise['holds'] else 'BROKEN'}: {promise['evidence']}"
+    result = verdict(holds=promise["holds"], claimed=promise["claimed"], required=False)
+    return result if result == "not claimed" else f"{result}: {promise['evidence']}"
 
 
 def _check_processes(recipe: Recipe) -> None:

@@ -35,14 +35,12 @@ class StockCost:
 
     Attributes:
         parameters: Parameters of the stock form as stored.
-        parameters_expanded: Parameters of the expanded model as stored.
-        padding: The difference: zeros, so that all layers have the same widths.
+        padding: Those that the expanded model does not have: zeros, so that all layers have the same widths.
         before: Heads and inner width of the base model.
         after: Heads and inner width of the stock form.
     """
 
     parameters: int
-    parameters_expanded: int
     padding: int
     before: StockWidths
     after: StockWidths
@@ -113,7 +111,6 @@ def cost_of_stock(
     count = parameters[0] + sum(prod(shape) - prod(before[name]) for name, shape in larger.items())
     return StockCost(
         parameters=count,
-        parameters_expanded=sum(parameters),
         padding=count - sum(parameters),
         before=_widths_of(sizes),
         after=_widths_of(stock_sizes(architecture, sizes, widths)),

@@ -18,6 +18,7 @@ from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.planning.architecture import Architecture
+from scale_surgery.planning.base import QUANTISATION_KEY
 from scale_surgery.planning.exported import model_classes
 from scale_surgery.running.stored_names import reading_of
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 # quantisers with modules that share a weight by sharing the parameter
 QUANTISERS = ("bitsandbytes", "torchao")
-QUANTISATION_KEY = "quantization_config"
 # attributes by which transformers treats a quantised model specially when saving, and refuses to train it
 QUANTISED_MARKS = (
     *("hf_quantizer", "is_loaded_in_8bit", "is_loaded_in_4bit"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,14 +69,14 @@ class Point:
 
 def plot_plane(evaluation: Evaluation, file: Path) -> None:
     """Draw loss on old text against loss on new text into a PNG or SVG file, a point per model."""
-    save_figure(plane_figure(evaluation), file)
+    save_figure(plane_figure(evaluation.scores), file)
 
 
-def plane_figure(evaluation: Evaluation) -> Figure:
+def plane_figure(scores: Iterable[Score]) -> Figure:
     """Return the figure of `plot_plane`. Models with a non-finite loss are omitted."""
     from matplotlib.figure import Figure
 
-    points = _points(evaluation)
+    points = _points(scores)
     if not points:
         raise DataError(Problem("plane-without-side"))
     columns = 2 if max(len(point.score.name) for point in points) <= SHORT_NAME else 1
@@ -100,11 +100,11 @@ def plane_figure(evaluation: Evaluation) -> Figure:
     return figure
 
 
-def _points(evaluation: Evaluation) -> list[Point]:
+def _points(scores: Iterable[Score]) -> list[Point]:
     """Return the models with two finite losses, numbered in order."""
     places = [
         (score.old.nats_per_token, score.new.nats_per_token, score)
-        for score in evaluation.scores
+        for score in scores
         if score.old is not None and score.new is not None
     ]
     finite = [place for place in places if math.isfinite(place[0]) and math.isfinite(place[1])]

@@ -145,11 +145,6 @@ def _norm_cells(norms: Norms) -> tuple[str, str, str, str]:
     return format_norm(norms.norm), format_norm(norms.change), *shares
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
 def _layers(report: Report) -> RenderableType:
     """Render each layer.
 

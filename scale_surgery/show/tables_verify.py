@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scale_surgery.errors import counted, shorten
+from scale_surgery.evidence.promises import verdict
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.show.layout import Facts, NamedRows, PlainTable, heading, sentence
 from scale_surgery.show.tables import render_warnings
@@ -20,12 +21,21 @@ if TYPE_CHECKING:
     from scale_surgery.evidence.promises import Promise
     from scale_surgery.evidence.verification import Verification
 
+STYLES = {
+    "holds": "green",
+    "holds (unclaimed)": "green",
+    "not claimed": "dim",
+    "not checked": "yellow",
+    "BROKEN": "bold red",
+}
+
 
 def render_verification(result: Verification) -> RenderableType:
     """Render a verification: promises, numbers, problems."""
     table = render_promises(result.promises, result.required)
     parts: list[RenderableType] = [table, Text(), _render_numbers(result)]
-    parts += [sentence(f"problem: {problem}", "red") for problem in _problems(result)]
+    problems = shorten(list(result.findings), ending="; -o FILE.json writes all")
+    parts += [sentence(f"problem: {problem}", "red") for problem in problems]
     parts += render_warnings(result.warnings)
     word = Text("verified", style="bold green") if result.passed else Text("NOT verified", style="bold red")
     changed = counted(result.trained_tensors, "tensor")
@@ -44,27 +54,11 @@ def render_promises(promises: Sequence[Promise], required: Sequence[str]) -> Ren
     table.add_column("result", no_wrap=True)
     table.add_column("evidence", overflow="fold")
     for promise in promises:
-        table.add_row(promise.name, verdict(promise, promise.name in required), promise.evidence)
+        is_required = promise.name in required
+        result = verdict(holds=promise.holds, claimed=promise.claimed, required=is_required)
+        style = "bold red" if is_required and not promise.holds else STYLES[result]
+        table.add_row(promise.name, Text(result, style), promise.evidence)
     return table
-
-
-def verdict(promise: Promise, is_required: bool) -> Text:
-    """Return the result of a promise, in a word or two."""
-    if promise.holds is None and not (is_required or promise.claimed):
-        return Text("not claimed", style="dim")
-    if promise.holds is None:
-        return Text("not checked", style="bold red" if is_required else "yellow")
-    if promise.holds:
-        return Text("holds" if is_required or promise.claimed else "holds (unclaimed)", style="green")
-    is_broken = is_required or promise.claimed
-    return Text("BROKEN", style="bold red") if is_broken else Text("not claimed", style="dim")
-
-
-def _problems(result: Verification) -> list[str]:
-    # problems with the base come first, because they may cause others
-    broken = [promise for promise in result.promises if promise.name in result.required and not promise.holds]
-    problems = [*(line for promise in broken for line in promise.problems), *result.problems]
-    return shorten(list(dict.fromkeys(problems)), ending="; -o FILE.json writes all")
 
 
 def _render_numbers(result: Verification) -> RenderableType:

@@ -187,7 +187,7 @@ def _find_base(extract: Extract, wanted: GivenBase) -> Source:
         return find_source(wanted.model, wanted.revision)
     if manifest.base_revision is None:
         raise CheckpointError(Problem("extract-base-unknown", extract.name, base=manifest.base_name))
-    return find_source(manifest.base_name, wanted.revision or manifest.base_revision)
+    return find_source(manifest.base_name, wanted.revision, recorded=manifest.base_revision)
 
 
 def _compare_base(extract: Extract, source: Source, base: Checkpoint, title: str, track: Track) -> ComparedBase:

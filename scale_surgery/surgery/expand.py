@@ -100,7 +100,8 @@ def expand(
     check_base_weights(base_weights)
     planned = plan_or_request if isinstance(plan_or_request, Plan) else None
     # a branch of the Hub may have moved since the plan was made: its commit is what was planned
-    source = find_source(model, (planned.base_revision if planned else None) or revision)
+    commit = planned.base_revision if planned else None
+    source = find_source(model, None if commit else revision, recorded=commit)
     given = open_given(source.path)
     before = given.manifest.expansions if isinstance(given, Folder) else {}
     made, run = _plan_for(source, given, plan_or_request, run), run.placed()

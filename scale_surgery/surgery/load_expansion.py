@@ -21,6 +21,7 @@ from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.config import written_config
 from scale_surgery.folder.extract_folder import Extract, check_own_files, open_extract
+from scale_surgery.planning.base import QUANTISATION_KEY
 from scale_surgery.planning.methods import refuse
 from scale_surgery.planning.plan import base_title
 from scale_surgery.progress import Track, no_track
@@ -126,7 +127,7 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
     headers = base.headers([name for name in base.places if name not in quantised])
     unfed = {name: tensor for name, tensor in base.unfed.items() if expansion_of(name) is None}
     # the files of the base may hold quantised tensors, such as the experts of gpt-oss
-    if unfed and "quantization_config" in extract.manifest.base_config:
+    if unfed and QUANTISATION_KEY in extract.manifest.base_config:
         if check:
             base_name = base_title(extract.manifest.base_name, extract.manifest.base_revision)
             raise CheckpointError(Problem("base-dequantised", "model", tensors=list(unfed), base=base_name))

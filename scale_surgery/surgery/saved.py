@@ -22,7 +22,7 @@ from scale_surgery.checkpoint.expansions import BASE_KEY, ROUTER_KEY, place_of_s
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_tensors
-from scale_surgery.checkpoint.headers import FLOAT_DTYPES, TensorInfo
+from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.reading import differing_keys
@@ -33,6 +33,7 @@ from scale_surgery.checkpoint.trainer_files import LeftBehind, chat_template, re
 from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import MOST_LINES, CheckpointError, Problem
 from scale_surgery.folder.folder import Folder
+from scale_surgery.planning.base import FLOATS
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Track
@@ -51,7 +52,6 @@ UNIMPORTANT = {
 # keys that matter in training alone, for how a model is begun, or for what it is asked and where its answer ends
 LEAVES_NUMBERS = re.compile(r"drop|jitter|initializer|init_std|aux_loss|z_loss|token_id$|checkpointing|output_")
 # tensors of these dtypes are compared by their numbers and rounded to one another; others hold no plain numbers
-NUMBERS = {"F64", *FLOAT_DTYPES.values()}
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _dtype_problems(saved: Saved, trained: Trained, match: Match) -> list[Proble
     return [
         Problem("tensor-dtype", pair.wanted, dtype=dtype, planned=planned)
         for pair, dtype, planned in both
-        if dtype != planned and not {dtype, planned} <= NUMBERS
+        if dtype != planned and not {dtype, planned} <= FLOATS
     ]
 
 

@@ -22,6 +22,7 @@ from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole, translated
 from scale_surgery.running.options import RunOptions
+from scale_surgery.running.own_generation import end_tokens
 from scale_surgery.talking.interrupt import StopAtOnce
 from scale_surgery.talking.records import Answer, Ending, Token
 from scale_surgery.talking.settings import GenerationSettings
@@ -191,9 +192,7 @@ class Speaker:
 
     def _ends(self) -> set[int]:
         """Return the tokens that end an answer: the model's, and the tokenizer's, which ends the texts of training."""
-        ends = self.network.generation_config.eos_token_id
-        ends = {ends} if isinstance(ends, int) else set(ends or ())
-        return ends | {self.subject.tokenizer.eos_token_id} - {None}
+        return {*end_tokens(self.network)} | {self.subject.tokenizer.eos_token_id} - {None}
 
 
 def has_template(subject: Subject, settings: GenerationSettings) -> bool:

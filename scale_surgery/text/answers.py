@@ -601,9 +601,7 @@ class Rendering:
                         raise UnfitError(Problem("token-beyond-answer", _nth(answer.message), outside=outside))
                 position += 1
             spans = [(index, *offsets[index]) for index in tokens]
-            inside = [
-                index for index, start, end in spans if any(mark.start < end and start < mark.end for mark in own)
-            ]
+            inside = [index for index, start, end in spans if any(mark.overlaps(start, end) for mark in own)]
             self._refuse_ends(answer, [ids[index] for index in inside])
             if chosen is not None:
                 is_chosen = {chosen[index] for index in inside}

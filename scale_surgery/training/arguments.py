@@ -140,7 +140,6 @@ def make_arguments(
         save_steps=settings.save_every or tenth,
         eval_strategy="steps" if is_measured else "no",
         eval_steps=(settings.eval_every or tenth) if is_measured else None,
-        eval_on_start=is_measured,
         logging_steps=settings.log_every or min(MOST_STEPS_BETWEEN_LOGS, tenth),
         # a loss of NaN must show
         logging_nan_inf_filter=False,

@@ -340,7 +340,6 @@ def _make_trainer(
 
     sides = {side: texts[side] for side in ("old", "new") if side in texts}
     args = make_arguments(settings, training.folder, schedule.steps, run, bf16=bf16, is_measured=bool(sides))
-    args.eval_on_start = True
     if "new" not in sides:
         sides[SAMPLE] = sample_of(texts["learn"], schedule)
     return ExpansionTrainer(
@@ -378,7 +377,7 @@ def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> N
 
 def _step(trainer: ExpansionTrainer, training: TrainingRun, latest: list[Path]) -> None:
     # the log of a resumed run already holds the measurement before the first step
-    trainer.args.eval_on_start = trainer.args.eval_on_start and not latest
+    trainer.args.eval_on_start = not latest
     try:
         trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
     except KeyboardInterrupt as error:

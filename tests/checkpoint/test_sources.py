@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scale_surgery.checkpoint.sources import find_source, open_model
+from scale_surgery.checkpoint.sources import find_beside_weights, find_source, open_model
 from scale_surgery.deriving.planned import plan
-from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.request import Request
 from scale_surgery.surgery.expand import expand
@@ -71,6 +71,25 @@ def test_a_folder_comes_before_a_repository_of_the_same_name(cached, base_of, tm
     shutil.copytree(base_of("qwen3"), tmp_path / "surgeons" / "tiny")
     source = find_source("surgeons/tiny")
     assert (source.path, source.name, source.revision) == (Path("surgeons/tiny"), "tiny", None)
+
+
+def test_a_folder_has_no_revision(cached, base_of, tmp_path, monkeypatch):
+    """It may stand in the place of a repository of the same name, whose revision was asked for."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base_of("qwen3"), tmp_path / "surgeons" / "tiny")
+    for find in (find_source, open_model, find_beside_weights):
+        assert problems(find, "surgeons/tiny", "v2", error=PlanError) == [
+            Problem("revision-of-folder", "--revision", revision="v2", model="surgeons/tiny")
+        ]
+    # a commit of a record is that of a repository, if it is one
+    assert find_source("surgeons/tiny", recorded=COMMIT).revision is None
+
+
+def test_a_commit_of_a_record_is_used_unless_the_user_names_one(cached):
+    assert find_source("surgeons/tiny", recorded=COMMIT).revision == COMMIT
+    with pytest.raises(CheckpointError):
+        find_source("surgeons/tiny", recorded="0" * 40)
+    assert find_source("surgeons/tiny", "main", recorded="0" * 40).revision == COMMIT
 
 
 def test_a_folder_is_known_by_its_name_only(base_of, monkeypatch):

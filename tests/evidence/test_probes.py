@@ -236,7 +236,7 @@ def test_strengths(result: Evaluation) -> None:
     assert half.old not in (none.old, whole.old) and half.strength == 0.5 and half.kind == "strength"
     assert none.probes is not None and none.probes.lost_share == 0
     assert row(result, "fresh, strength 0.5").forgetting == 0.0, "W12 is zero"
-    points = [each.get_text() for each in plane_figure(result).legends[0].get_texts()]
+    points = [each.get_text() for each in plane_figure(result.scores).legends[0].get_texts()]
     assert sum(", strength " in point for point in points) == 6
 
 

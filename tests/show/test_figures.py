@@ -116,7 +116,7 @@ def test_a_run_and_the_plane_are_written_as_png(tmp_path: Path) -> None:
 
 
 def test_the_plane_has_a_point_for_each_model() -> None:
-    (axes,) = plane_figure(evaluation(*THREE)).axes
+    (axes,) = plane_figure(evaluation(*THREE).scores).axes
     assert [tuple(points.get_offsets()[0]) for points in axes.collections] == [(0.4, 2.1), (0.43, 0.35), (0.4, 2.1)]
     assert [number.get_text() for number in numbers_of(axes.figure)] == ["1, 3", "2"]
     assert [number.xy for number in numbers_of(axes.figure)] == [(0.4, 2.1), (0.43, 0.35)]
@@ -126,7 +126,7 @@ def test_the_plane_has_a_point_for_each_model() -> None:
     (arrow,) = (text for text in axes.texts if not text.get_text())
     assert (arrow.xyann, arrow.xy) == ((0.4, 2.1), (0.43, 0.35))
     broken = score("broken", "other", None, math.nan, 1.0)
-    (axes,) = plane_figure(evaluation(*THREE, broken)).axes
+    (axes,) = plane_figure(evaluation(*THREE, broken).scores).axes
     assert len(axes.collections) == 3, "a loss that is not finite is left out"
 
 
@@ -138,7 +138,7 @@ TWENTY = (
 
 @pytest.mark.parametrize("scores", [THREE, CROWD, TWENTY], ids=["three", "crowd", "twenty"])
 def test_numbers_of_a_crowd_can_be_read(scores: tuple[Score, ...]) -> None:
-    figure = plane_figure(evaluation(*scores))
+    figure = plane_figure(evaluation(*scores).scores)
     FigureCanvasAgg(figure).draw()
     numbers = numbers_of(figure)
     written = [int(number) for text in numbers for number in text.get_text().replace("\n", " ").split(", ")]
@@ -157,14 +157,14 @@ def test_numbers_of_a_crowd_can_be_read(scores: tuple[Score, ...]) -> None:
 
 def test_models_on_one_point_share_a_number_and_a_plane() -> None:
     same = [score(name, "other", None, 0.003, 2.0) for name in ("one", "two")]
-    (axes,) = plane_figure(evaluation(*same)).axes
+    (axes,) = plane_figure(evaluation(*same).scores).axes
     assert [number.get_text() for number in numbers_of(axes.figure)] == ["1, 2"]
     assert names_of(axes.figure) == ["1  one", "2  two"]
     assert axes.get_xlim()[0] < 0.003 < axes.get_xlim()[1]
     assert not axes.get_lines()
     # a name may have any character
     names = ["_hidden", "a$b$c", r"$\frac{$"]
-    figure = plane_figure(evaluation(*(score(name, "other", None, 1.0, 2.0) for name in names)))
+    figure = plane_figure(evaluation(*(score(name, "other", None, 1.0, 2.0) for name in names)).scores)
     FigureCanvasAgg(figure).draw()
     assert names_of(figure) == [f"{place}  {name}" for place, name in enumerate(names, start=1)]
 

@@ -234,7 +234,7 @@ def test_stock_form(family: str, variant: Any, copies: int, grown_of: Callable[.
     # every other layer is filled with zeros, so the cost that the plan states is that of one layer
     planned = plan_.costs.stock
     assert done.parameters == planned.parameters
-    assert planned.padding * 2 == planned.parameters_expanded - plan_.costs.parameters_before
+    assert planned.padding * 2 == planned.parameters - planned.padding - plan_.costs.parameters_before
 
 
 def test_wrong_share_is_noticed_by_the_merge(grown_of: Callable[..., Path], tmp_path: Path) -> None:
