@@ -68,6 +68,15 @@ def test_a_plan_downloads_headers_only(here: Hub, base: Path, tmp_path: Path) ->
     assert len(shards) > 1 and all(here.sent[name] > 0 for name in shards), "headers come by range"
 
 
+def test_headers_of_the_hub_are_checked_like_those_of_a_folder(here: Hub, base: Path) -> None:
+    config = json.loads((base / "config.json").read_text())
+    files = here.repositories[REPO].branches["main"]
+    for wrong, code in (({"scale_surgery": []}, "config-specs"), ({"num_hidden_layers": 10**6}, "config-count")):
+        files["config.json"] = json.dumps(config | wrong)
+        refused = json.loads(run("plan", REPO, "--layers", "last:1", "--json", code=1).stdout)
+        assert [problem["code"] for problem in refused["problems"]] == [code]
+
+
 def test_the_whole_job_is_planned_before_any_weight_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads the tokenizer, which lies beside the weights."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home"))
