@@ -72,7 +72,7 @@ def test_headers_of_the_hub_are_checked_like_those_of_a_folder(here: Hub, base: 
     config = json.loads((base / "config.json").read_text())
     files = here.repositories[REPO].branches["main"]
     for wrong, code in (({"scale_surgery": []}, "config-specs"), ({"num_hidden_layers": 10**6}, "config-count")):
-        files["config.json"] = json.dumps(config | wrong)
+        files["config.json"] = json.dumps(config | wrong).encode()
         refused = json.loads(run("plan", REPO, "--layers", "last:1", "--json", code=1).stdout)
         assert [problem["code"] for problem in refused["problems"]] == [code]
 
