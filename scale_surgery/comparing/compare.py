@@ -40,7 +40,6 @@ from scale_surgery.learning.hold_out import (
     HoldOutSettings,
     hold_out,
     text_files,
-    texts_of_two_uses,
 )
 from scale_surgery.learning.job_record import check_job_folder, clear_folder
 from scale_surgery.progress import Steps, Track, no_track
@@ -48,7 +47,7 @@ from scale_surgery.running.device import is_out_of_memory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.text.instructions import read_instructions
-from scale_surgery.text.sources import paths_of
+from scale_surgery.text.sources import paths_of, texts_of_two_uses
 
 if TYPE_CHECKING:
     from scale_surgery.comparing.methods import Made, Method, Place

@@ -114,7 +114,8 @@ def read_texts(place: Place) -> Texts:
         return tokenize(list(read_documents([part_file(place.folder / FOLDERS[side], part)])), tokenizer)
 
     training, step = settings.training(length), length - math.floor(length * OVERLAP)
-    steps = math.ceil(settings.tokens / (length * training.batch_size))
+    to_learn = without_unscored(pack(read("new", LEARN), length, start))
+    steps = math.ceil(settings.tokens * len(to_learn) / (to_learn.tokens * training.batch_size))
     steps_of_try = min(steps, max(FEWEST, round(steps * TRIED)))
     rows = min(training.batch_size, max(1, round(steps * TRIED * training.batch_size / steps_of_try)))
     trying = replace(training, batch_size=rows)
@@ -124,5 +125,4 @@ def read_texts(place: Place) -> Texts:
         every = stride(read(side, CALIBRATE), length, step, start)
         held_out[side, CALIBRATE] = every.some(math.ceil(len(every) * few / every.tokens))
         held_out[side, MEASURE] = stride(read(side, MEASURE), length, step, start)
-    to_learn = without_unscored(pack(read("new", LEARN), length, start))
     return Texts(tokenizer, training, trying, to_learn, held_out, steps, steps_of_try)

@@ -43,8 +43,8 @@ class Lesson:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are learned."""
-        return self.steps * self.settings.batch_size * self.texts.longest
+        """Tokens to learn that are read, prompts included, about: windows are of several lengths."""
+        return round(self.steps * self.settings.batch_size * self.texts.tokens / len(self.texts))
 
     @property
     def warm_up(self) -> int:

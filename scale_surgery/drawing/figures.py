@@ -33,7 +33,7 @@ SMOOTHED_SHARE = 1 / 30
 # panels of a training run by axis label; a line is the key in the records, the name and the colour
 Line = tuple[str, str, str]
 PANELS: tuple[tuple[str, tuple[Line, ...]], ...] = (
-    ("nats per token", (("loss", "training loss", BLUE),)),
+    ("nats", (("loss", "objective", BLUE),)),
     ("nats per token", (("forgetting", "forgetting (old text)", VERMILION), ("learning", "learning (new text)", BLUE))),
     ("accuracy", (("old_accuracy", "old questions", VERMILION), ("new_accuracy", "new questions", BLUE))),
 )

@@ -23,6 +23,7 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
+from scale_surgery.text.sources import texts_named_twice
 
 if TYPE_CHECKING:
     from scale_surgery.text.documents import Document
@@ -33,6 +34,8 @@ def read_sides(files: Mapping[str, Sequence[str | Path]]) -> dict[str, list[Docu
     """Read the documents of old and of new texts."""
     from scale_surgery.text.documents import read_documents
 
+    if twice := [problem for side, texts in files.items() for problem in texts_named_twice(f"--{side}", texts)]:
+        raise DataError(*twice)
     documents = {side: list(read_documents(texts)) for side, texts in files.items()}
     empty = [
         Problem("texts-without-documents", f"--{side} {' '.join(map(str, texts))}")

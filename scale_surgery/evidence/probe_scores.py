@@ -78,8 +78,10 @@ class ProbeScore:
     @property
     def lost_share(self) -> float | None:
         """Share of the base's right answers that the model has lost, from 0 to 1; None without any."""
-        kept = self.total.kept_share
-        return None if kept is None else 1 - kept
+        if not self.total.known or self.total.kept is None:
+            return None
+        # 1 - 49 / 50 is above 0.02
+        return (self.total.known - self.total.kept) / self.total.known
 
     def to_json(self) -> dict[str, Any]:
         """Return the score as plain JSON values, with the shares."""

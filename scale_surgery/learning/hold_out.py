@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -28,7 +27,7 @@ from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.fields import NO_OPTION, Count, Range, Seed, choice_problems, problems_of
 from scale_surgery.progress import Progress, Track, no_track
 from scale_surgery.text.documents import Document, read_documents
-from scale_surgery.text.sources import TextSource, parse_source, paths_of
+from scale_surgery.text.sources import parse_source, paths_of
 
 TextSide = Literal["calibrate", "measure"]
 ASIDE: tuple[TextSide, ...] = get_args(TextSide)
@@ -124,33 +123,6 @@ def hold_out(
         with staged(target, {"hold_out": asdict(settings)}, stamps, overwrite=False) as folder:
             counted = _write(files, folder, drawn, settings, advance)
     return HeldOut(target, *({part: numbers[part] for part in (LEARN, *ASIDE) if numbers[part]} for numbers in counted))
-
-
-def texts_of_two_uses(uses: Mapping[str, tuple[Sequence[str], Mapping[str, Sequence[str]]]]) -> Iterator[Problem]:
-    """Yield texts that are measured and have another use as well.
-
-    Args:
-        uses: By option, the texts that are measured, and others by their options that may have none of them.
-    """
-    read = cache(_source_and_files)  # a folder is listed once
-    for measured, (texts, others) in uses.items():
-        for option, used in others.items():
-            for name in texts:
-                if any(_share_text(*read(name), *read(other)) for other in used):
-                    yield Problem("text-of-two-uses", name, measured=measured, trained=option)
-
-
-def _source_and_files(name: str) -> tuple[TextSource, set[Path]]:
-    source = parse_source(name)
-    return source, {file.resolve() for file in source.files}
-
-
-def _share_text(one: TextSource, files: set[Path], other: TextSource, others: set[Path]) -> bool:
-    """Return True if a file, or a dataset of the Hub, belongs to both, unless they name different parts of it."""
-    parts = ((getattr(one, name), getattr(other, name)) for name in ("column", "split", "config", "revision"))
-    if any(mine and theirs and mine != theirs for mine, theirs in parts):
-        return False
-    return bool(files & others) or (one.is_on_hub and one.name == other.name)
 
 
 def text_files(given: Sequence[str]) -> list[Path]:

@@ -33,7 +33,7 @@ from scale_surgery.evidence.promises import verdict
 from scale_surgery.evidence.rehearsed import ITSELF
 from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
-from scale_surgery.learning.hold_out import text_files, texts_of_two_uses
+from scale_surgery.learning.hold_out import text_files
 from scale_surgery.learning.job_record import (
     Record,
     check_job_folder,
@@ -59,7 +59,7 @@ from scale_surgery.running.new_tokens import check_source
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.text.sources import parse_source
+from scale_surgery.text.sources import parse_source, texts_of_two_uses
 from scale_surgery.training.arguments import check_device
 from scale_surgery.training.rank_layers import plan_candidates, read_budget
 from scale_surgery.training.settings import check_gates, check_groups, check_settings

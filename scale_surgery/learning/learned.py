@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StageDone:
-    """A stage that is done: its line, and the seconds that it took."""
+    """A stage that is done: its line, and the seconds of its last run, which may continue an interrupted one."""
 
     name: str
     line: str

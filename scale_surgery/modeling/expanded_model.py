@@ -33,6 +33,7 @@ from .expanded_stock import (
     adds_features,
     find_base_model,
     find_module,
+    refuse_quantisation,
     specs_of,
     twin,
     wide_features,
@@ -58,7 +59,7 @@ class PathChoice(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the key under which a KV cache is valid."""
+        """Return the part of the key under which a KV cache is valid."""
         return self.names, bool(self.rows), self.router
 
 
@@ -91,7 +92,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         # of the base stream, under the empty name, and of the up stream of each expansion; before the first layer, some
         # up streams have not entered
         self.stream_widths, self.entering_widths = {"": facts["hidden"]}, {"": facts["hidden"]}
-        self.known_paths: dict[tuple[Path, ...], Paths] = {}
+        self.known_paths: dict[tuple[tuple[Path, ...], bool], Paths] = {}
+        # strengths other than 1 by expansion; see `scale_surgery.set_strength`
+        self.strengths: dict[str, float] = {}
         self.known_forks: dict[Paths, list[Fork | None]] = {}
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
@@ -220,13 +223,14 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         names = list(self.choice.names)
         return names if self.choice.router else names[0] if names else None
 
-    def find_paths(self, paths: tuple[Path, ...]) -> Paths:
+    def find_paths(self, paths: tuple[Path, ...], *, base_learns: bool = False) -> Paths:
         """Return the object for these paths; equal paths give the same object."""
-        if paths not in self.known_paths:
+        if (paths, base_learns) not in self.known_paths:
             w12_layers = {name: plan["collaborative"]["layers"] for name, plan in self.plans.items()}
             first_w12_layers = {name: min(layers, default=None) for name, layers in w12_layers.items()}
-            self.known_paths[paths] = Paths(paths, first_w12_layers, self.layer_count, self.with_new_tokens)
-        return self.known_paths[paths]
+            made = Paths(paths, first_w12_layers, self.layer_count, self.with_new_tokens, base_learns=base_learns)
+            self.known_paths[paths, base_learns] = made
+        return self.known_paths[paths, base_learns]
 
     def set_expansion(self, names: str | Sequence[str] | None, **router: Any) -> None:
         """Choose the active expansions for all threads.
@@ -404,14 +408,32 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         with self.active.within(self.active.now()):
             return self._run(inputs)
 
+    def _base_learns(self, inputs: dict[str, Any]) -> bool:
+        """Return whether gradients go to inputs or to weights of the base, which are frozen unless a user frees them."""
+        if not torch.is_grad_enabled():
+            return False
+        embedded = inputs.get("inputs_embeds")
+        if embedded is not None and embedded.requires_grad:
+            return True
+        return any(weight.requires_grad for name, weight in self.named_parameters() if ".expansions." not in name)
+
     def _run(self, inputs: dict[str, Any]) -> Any:
+        context = self.active.now()
+        if self._base_learns(inputs):
+            paths = self.find_paths(context.paths.paths, base_learns=True)
+            with self.active.within(context._replace(paths=paths)):
+                return self._run_now(inputs)
+        return self._run_now(inputs)
+
+    def _run_now(self, inputs: dict[str, Any]) -> Any:
         choice, cache = self.choice, find_cache(inputs)
-        check_cache(cache, choice)
+        key = (*choice.key, tuple(sorted(self.strengths.items())))
+        check_cache(cache, choice, key)
         is_alone = choice.router is None and not choice.rows and not self._lacks_new_tokens(choice)
         output = self._run_stock(inputs) if is_alone else self._run_beside(inputs)
         cache = find_cache(output) if cache is None else cache
         if cache is not None:
-            cache.expansion_choice = choice.key
+            cache.expansion_choice = key
         return output
 
     def _lacks_new_tokens(self, choice: PathChoice) -> bool:
@@ -467,12 +489,13 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             paths: Paths that run; by default those of the choice.
         """
         # the head itself, not the matrix that `get_output_embeddings` returns to a replaced forward
-        head, paths = super().get_output_embeddings(), self.find_paths(paths or self.choice.paths)
+        head, base_learns = super().get_output_embeddings(), self.active.now().paths.base_learns
+        found = self.find_paths(paths or self.choice.paths, base_learns=base_learns)
 
         def answer_features(features: Tensor) -> Tensor:
-            return answer(Features.of(head, features, paths, self.stream_widths))
+            return answer(Features.of(head, features, found, self.stream_widths))
 
-        with self.active.within(Context(paths, self.choice, answer_features)):
+        with self.active.within(Context(found, self.choice, answer_features)):
             yield
 
     def _find_router(self) -> Router:
@@ -625,10 +648,11 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """Load as `StrictlyLoaded` does, and choose the active expansions.
+        """Load as `StrictlyLoaded` does, and choose the active expansions. No linear can be quantised.
 
         `expansion_enabled=False` runs the base model, `routing_enabled=False` the only expansion without the router.
         """
+        refuse_quantisation(kwargs)
         is_enabled, is_routed = kwargs.pop("expansion_enabled", True), kwargs.pop("routing_enabled", True)
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -647,8 +671,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """Let only the tensors of the expansions train."""
         super().freeze_base()
         for blocks in self.expansion_blocks():
-            for parameter in blocks.parameters():
-                parameter.requires_grad_(True)
+            scaled = vars(blocks).get("learned", {})
+            for name, parameter in blocks.named_parameters():
+                parameter.requires_grad_(name not in scaled)
 
     def align(self) -> None:
         """Align blocks in memory as the base's weights are; see `Blocks.align`."""
@@ -686,7 +711,15 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """Save as transformers does; on a quantised base, save only the tensors of expansions.
 
         The quantised tensors are not those of the base's files.
+
+        Raises:
+            ValueError: If an expansion has another strength than 1, and so not the tensors that it learned.
         """
+        if self.strengths:
+            raise ValueError(
+                f"{', '.join(self.strengths)}: has another strength than 1, at which what it learned is not in the "
+                "model. Set 1 and save, or write a model of this strength: scale-surgery merge --strength."
+            )
         if self.is_base_quantised:
             tensors = options.get("state_dict") or self.state_dict()
             options["state_dict"] = {name: tensor for name, tensor in tensors.items() if ".expansions." in name}
@@ -745,15 +778,15 @@ def set_values(config: Any, values: dict[str, Any]) -> None:
         setattr(text, key, value)
 
 
-def check_cache(cache: Cache | None, choice: PathChoice) -> None:
-    """Refuse a KV cache that was filled under another choice, since it holds other heads or values.
+def check_cache(cache: Cache | None, choice: PathChoice, key: tuple[Any, ...]) -> None:
+    """Refuse a KV cache that was filled under another choice or strength, since it holds other heads or values.
 
     Exception: a cache that another model filled is taken for a single path.
     """
     past = count_tokens(cache)
-    if past and getattr(cache, "expansion_choice", choice.key if len(choice.paths) == 1 else None) != choice.key:
+    if past and getattr(cache, "expansion_choice", key if len(choice.paths) == 1 else None) != key:
         raise ValueError(
-            f"The KV cache holds {past} tokens that were not read under this choice of expansions "
+            f"The KV cache holds {past} tokens that were not read under this choice and strength of expansions "
             f"({', '.join(choice.names) or 'the base'}{', routed' if choice.router else ''}), expected a cache that "
             "was filled under it. Begin with an empty one."
         )

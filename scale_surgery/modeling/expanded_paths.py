@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
     writer: str  # the expansion whose W12 writes into the base stream; empty if there is none
     ups: tuple[str, ...]  # expansions whose up streams read it
-    # whether nothing that trains reaches the base stream: no W12, and no rows of new tokens
+    # whether nothing that trains reaches the base stream: no W12, no rows of new tokens, no weight of the base or input
     is_fixed: bool = True
 
     @property
@@ -56,9 +56,15 @@ class Paths:
     """
 
     def __init__(
-        self, paths: tuple[Path, ...], first_w12_layers: dict[str, int | None], layers: int, with_new_tokens: str = ""
+        self,
+        paths: tuple[Path, ...],
+        first_w12_layers: dict[str, int | None],
+        layers: int,
+        with_new_tokens: str = "",
+        *,
+        base_learns: bool = False,
     ) -> None:
-        self.paths, self.layers = paths, layers
+        self.paths, self.layers, self.base_learns = paths, layers, base_learns
         # the expansion with new tokens, if it is among the paths
         self.with_new_tokens = with_new_tokens if any(path.expansion == with_new_tokens for path in paths) else ""
         self._groups = [self._at(layer, first_w12_layers) for layer in range(-1, layers)]
@@ -85,7 +91,7 @@ class Paths:
                 apart.append(Group(path.expansion, (path.expansion,), is_fixed=False))
             elif path.expansion:
                 shared[path.expansion] = None
-        base = Group("", tuple(shared), is_fixed=not self.with_new_tokens)
+        base = Group("", tuple(shared), is_fixed=not (self.with_new_tokens or self.base_learns))
         return (*([base] if shared or BASE in self.paths else []), *apart)
 
     def place_of(self, path: Path, layer: int) -> tuple[int, int | None]:
@@ -173,12 +179,24 @@ class ActiveExpansions:
 
     @contextmanager
     def within(self, context: Context) -> Iterator[None]:
-        """Run another context in this thread inside a `with` block."""
+        """Run another context in this thread inside a `with` block.
+
+        Raises:
+            RuntimeError: If blocks end in another order than they began, as those of two generators may.
+        """
         before, self.thread.context = self.thread.context, context
         try:
             yield
         finally:
-            self.thread.context = before
+            now, self.thread.context = self.thread.context, before
+            if now is not context:
+                # what ran meanwhile had the choice of another block
+                self.thread.context = None
+                raise RuntimeError(
+                    "Blocks that choose expansions ended in another order than they began, and share this thread: "
+                    "tasks or generators ran with each other's choice. Give each a thread, or choose by "
+                    "expansion_names in each call."
+                )
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Bind a function to the context of now; a backward pass may call it again in another thread."""

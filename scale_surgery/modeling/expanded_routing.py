@@ -24,6 +24,8 @@ from .expanded_routers import Router
 
 # logits of all paths that are in memory at a time; smaller pieces take longer, since each comes in new pages of memory
 LOGITS_AT_ONCE = 2**25
+# numbers below this, added to a score, hide a token
+HIDDEN = -1e3
 # positions to remember if generation asks for several, since it may take some of them back
 MOST_KEPT = 64
 
@@ -618,14 +620,16 @@ class RouterContext:
         if reads_tokens and cache is None and (unknown := find_old_cache(inputs)) is not None:
             raise ValueError(
                 f"The KV cache, a {type(unknown).__name__}, counts no tokens, and the router must know where a text "
-                f"begins, expected use_cache=False, or a newer transformers than {transformers.__version__}."
+                "begins, expected use_cache=False, or a cache that counts. Caches of state-space layers count from "
+                "transformers 5 on, those of continuous batching never do: scale-surgery serve answers without it."
             )
         past = count_tokens(cache)
         state = state_of(cache) if past else None
         if past and reads_tokens and (state is None or state.seen != past or not state.keys.shape[-2]):
             raise ValueError(
                 f"The KV cache holds {past} tokens that this router has not read, or from which more were taken back "
-                "than it remembers, expected a cache that it filled itself. Begin with an empty one."
+                "than it remembers, expected a cache that it filled itself. Begin with an empty one. At most "
+                f"{MOST_KEPT} tokens can be taken back, such as those of prompt_lookup_num_tokens."
             )
         like = inputs["inputs_embeds"] if ids is None else ids
         mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -636,9 +640,18 @@ class RouterContext:
                 f"model filled. transformers {transformers.__version__} may name the cache in a way that this code "
                 "does not know; scale-surgery verify FOLDER checks it."
             )
+        cuts = find_cuts(mask, past, like.shape[1])
+        is_read = mask is None or is_flat(mask) or cuts is not None
+        if reads_tokens and places is None and (not is_read or inputs.get("cu_seq_lens_q") is not None):
+            raise ValueError(
+                "attention_mask or cu_seq_lens_q: the router reads no beginnings of texts from these, expected "
+                "position_ids beside them, or a mask of two or four dimensions with a column for each token."
+            )
         restarts = find_restarts(mask, places, past, like)
+        restarts = restarts if cuts is None else restarts | cuts.to(restarts.device)
         positions = slice(-keep or None, None) if isinstance(keep, int) else keep
-        is_cached = cache is not None or not (is_training or inputs.get("use_cache") is False)
+        is_asked = inputs.get("use_cache")
+        is_cached = cache is not None or (not is_training if is_asked is None else bool(is_asked))
         return cls(ids, restarts, state, positions, is_cached)
 
     def move(self, device: torch.device) -> None:
@@ -658,16 +671,46 @@ class RouterContext:
         state.set(*self.result, tokens=self.ids.shape[1])
 
 
+def is_flat(mask: Any) -> bool:
+    """Return whether an attention mask has a number for each token (b, t)."""
+    return isinstance(mask, Tensor) and mask.dim() == 2
+
+
+def find_cuts(mask: Any, past: int, length: int) -> Tensor | None:
+    """Find the tokens that do not attend to themselves, or not to the token before: there a text begins, or is padding.
+
+    Args:
+        mask: Attention mask (b or 1, heads or 1, t, past + t or more), bool or added to scores; or a dict of the masks
+            of kinds of layers. Of these, one that sees a token counts, since a window or a chunk hides some.
+        past: Tokens in the KV cache.
+        length: Tokens of the forward, t.
+
+    Returns:
+        (b or 1, t), bool; None without such a mask.
+    """
+    cuts = []
+    for each in mask.values() if isinstance(mask, dict) else [mask]:
+        if each is None and isinstance(mask, dict):
+            cuts.append(torch.zeros(1, length, dtype=torch.bool))  # the usual causal mask
+        elif isinstance(each, Tensor) and each.dim() == 4 and each.shape[-1] >= past + length:
+            is_seen = (each > HIDDEN if each.is_floating_point() else each != 0).any(1)
+            itself = is_seen.diagonal(past, -2, -1)[:, :length]
+            before = is_seen.diagonal(past - 1, -2, -1)[:, :length]
+            before = before if past else torch.nn.functional.pad(before[:, : length - 1], (1, 0), value=True)
+            cuts.append(~(itself & before))
+    return reduce(torch.logical_and, cuts) if cuts else None
+
+
 def goes_on(mask: Tensor | None, positions: Tensor | None, length: int, *, has_cache: bool) -> bool:
     """Return whether tokens came before those of a forward without a KV cache, or with an empty one.
 
     Args:
-        mask: 2-dimensional attention mask (b, earlier tokens + t) or None; any other mask is ignored.
+        mask: Attention mask (b, earlier tokens + t); any other mask is ignored.
         positions: Position ids (b or 1, t) or None.
         length: Tokens of the forward, t.
         has_cache: Whether there is an empty cache. If it is of a fixed size, columns may stand for tokens to come.
     """
-    is_read = isinstance(mask, Tensor) and mask.dim() == 2
+    is_read = is_flat(mask)
     # a graph cannot ask for values
     is_graph = is_compiling() or (is_read and mask.is_meta)
     if is_read and mask.shape[1] > length and not (has_cache and (is_graph or not mask[:, length:].any())):
@@ -683,8 +726,8 @@ def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like
     """Find the beginnings of sequences and padding; there the router forgets earlier tokens.
 
     Args:
-        mask: 2-dimensional attention mask (b, past + t) or None; any other mask is ignored. With a cache of a fixed
-            size it may have more columns, for tokens to come.
+        mask: Attention mask (b, past + t); any other mask is ignored. With a cache of a fixed size it may have more
+            columns, for tokens to come.
         positions: Position ids (b or 1, t) or None.
         past: Tokens in the KV cache.
         like: Features or ids (b, t, ...).
@@ -697,7 +740,7 @@ def find_restarts(mask: Tensor | None, positions: Tensor | None, past: int, like
     if positions is not None and positions.dim() == 2:
         restarts[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
         restarts[:, 0] |= positions[:, 0] == 0
-    if isinstance(mask, Tensor) and mask.dim() == 2:
+    if is_flat(mask):
         padded = torch.nn.functional.pad(mask[:, : past + length] == 0, (1, 0), value=False)
         restarts |= padded[:, -length:] | padded[:, -length - 1 : -1]
     if past == 0:

@@ -59,6 +59,18 @@ def refuse_tensor_parallelism(given: dict[str, Any]) -> None:
         )
 
 
+def refuse_quantisation(given: dict[str, Any]) -> None:
+    """Refuse options of from_pretrained that would quantise linears, of which an expanded model has none."""
+    config = given.get("quantization_config")
+    is_asked = config is not None and not getattr(config, "dequantize", False)
+    if is_asked or given.get("load_in_4bit") or given.get("load_in_8bit"):
+        raise ValueError(
+            "quantization_config: would leave every widened linear as it is. Expand a quantised base in memory: "
+            "scale_surgery.load_expansion(BASE, EXTRACT, quantization_config=...), with the folder that "
+            "scale-surgery extract writes."
+        )
+
+
 class StrictlyLoaded:
     """Mixin before a stock model class that loads as transformers does, and refuses files that do not fit."""
 
@@ -83,6 +95,10 @@ class StrictlyLoaded:
         # loading resets requires_grad
         model.freeze_base()
         return (model, info) if says_more else model
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Refuse nn.DataParallel, whose replicas have no parameters, and share what modules keep of a forward."""
+        raise RuntimeError("nn.DataParallel cannot run this model, expected one process for each GPU: torchrun.")
 
     def freeze_base(self) -> None:
         """Freeze all tensors."""
@@ -245,7 +261,7 @@ def through_gate(module: Any, base: Tensor, up: Tensor, values: Tensor) -> Tenso
         up: Up stream that it reads.
         values: Values to multiply.
     """
-    gate = module._parameters.get("gate")
+    gate = getattr(module, "gate", None)
     if gate is None:
         return values
     scores = gate_scores(gate, base, up)

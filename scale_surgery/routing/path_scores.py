@@ -129,7 +129,9 @@ def winning_weights(first: Tensor, second: Tensor, targets: Tensor) -> tuple[Ten
     crossing = -at_zero / slope
     least = torch.where(slope > 0, crossing, 0.0).amax(-1).clamp(min=0)
     most = torch.where(slope < 0, crossing, 1.0).amin(-1).clamp(max=1)
-    is_behind = ((slope == 0) & (at_zero < 0)).any(-1)
+    # of equals, the first is the most likely
+    is_earlier = torch.arange(first.shape[-1], device=targets.device) < targets[:, None]
+    is_behind = ((slope == 0) & ((at_zero < 0) | ((at_zero == 0) & is_earlier))).any(-1)
     return least, most.masked_fill(is_behind, -1.0)
 
 

@@ -54,6 +54,9 @@ def set_strength(model: Any, strength: float, name: str | None = None) -> Any:
         blocks._parameters[tensor] = _at(original, strength)
         if strength == 1:
             del learned[tensor]
+    for each in names:
+        model.strengths[each] = strength
+    model.strengths = {each: value for each, value in model.strengths.items() if value != 1}
     return model
 
 

@@ -239,7 +239,7 @@ def render_training(done: Training) -> RenderableType:
     """Render a finished training run."""
     rows = [
         ("written", str(done.path)),
-        ("steps", f"{done.steps:,} in {format_seconds(done.seconds)}"),
+        ("steps", _steps(done)),
         ("trained", f"{done.trained_parameters:,} parameters, none of the base"),
         *_loss_rows(done),
     ]
@@ -252,6 +252,11 @@ def render_training(done: Training) -> RenderableType:
     rows += [("not copied", ", ".join(done.left_out)), ("curves", str(done.curves))]
     following = [(NEXT, verify_command(done.path))]
     return Group(Facts("trained", rows), *render_warnings(done.warnings), Facts("", following))
+
+
+def _steps(done: Training) -> str:
+    again = f", {done.steps - done.resumed:,} of them" if done.resumed else ""
+    return f"{done.steps:,}{again} in {format_seconds(done.seconds)}"
 
 
 def render_schedule(schedule: TrainingSchedule) -> RenderableType:

@@ -47,7 +47,7 @@ def read_tokens(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
 ) -> Iterator[tuple[Document, list[int], list[int]]]:
     """Generate documents, token ids and labels (IGNORED or PROMPT if not scored); long documents come in pieces."""
-    is_middle, chats = False, ChatReader(tokenizer)
+    is_middle, chats, start = False, ChatReader(tokenizer), start_tokens(tokenizer) if learn_prompts else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for some in in_groups(chain.from_iterable(map(in_pieces, documents))):
         texts = _tokenize_some([document for document in some if document.chat is None], tokenizer)
@@ -61,7 +61,11 @@ def read_tokens(
                 ids, scored = prompt + text, [PROMPT if document.prompt else IGNORED] * len(prompt) + text
             if not (ids or is_middle or document.goes_on):
                 raise DataError(Problem("document-without-token", document.source))
-            yield document, ids, ids if learn_prompts and not document.is_plain else scored
+            if learn_prompts and not document.is_plain:
+                # in a packed window, the text before would learn to predict the start token
+                begins = len(start) if ids[: len(start)] == start else 0
+                scored = [IGNORED] * begins + ids[begins:]
+            yield document, ids, scored
             is_middle = document.goes_on
 
 
@@ -209,6 +213,8 @@ def collate(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     ids, labels = pad(rows, "input_ids"), pad(rows, "labels")
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    # nothing predicts a first token, but the Trainer of transformers 5.5 counts it among those that a loss is a mean of
+    labels[:, 0] = IGNORED
     return {"input_ids": ids, "labels": labels.masked_fill(labels < 0, IGNORED), "attention_mask": mask}
 
 

@@ -66,7 +66,8 @@ def choose_precision(stored: str, settings: TrainingSettings, run: RunOptions) -
 def training_schedule(settings: TrainingSettings, learned: Sequences, processes: int) -> TrainingSchedule:
     """Return the steps, sequences and passes of a run."""
     together = settings.batch_size * settings.gradient_accumulation * processes
-    # as in the Trainer: the last step of a pass takes the remaining sequences, and none of the next pass
+    # as in the Trainer: the last step of a pass takes the remaining sequences, and none of the next pass; of several
+    # processes, each has a full batch, and it is filled with the first sequences of the same pass
     steps_a_pass = math.ceil(len(learned) / together)
     steps = settings.steps or math.ceil(settings.epochs * steps_a_pass)
     warmup = warmup_steps(settings, steps)

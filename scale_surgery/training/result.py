@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import LOG_FILE
+from scale_surgery.text.sources import texts_of_two_uses
 from scale_surgery.training.run_folder import CURVES_FILE, TrainingRun, last_measured
-from scale_surgery.training.settings import SAMPLE, TrainingSchedule, TrainingSettings
+from scale_surgery.training.settings import SAMPLE, EvalData, TrainingSchedule, TrainingSettings
 
 if TYPE_CHECKING:
     from scale_surgery.text.sequences import Sequences
@@ -45,9 +46,10 @@ class Training:
     Attributes:
         path: The trained checkpoint.
         steps: Optimizer steps in all.
+        resumed: Steps that earlier runs did.
         seconds: Time since this call began training.
         trained_parameters: Number of trained parameters.
-        loss: Last loss of the log, nats per token.
+        loss: Last loss of the log: of the objective, with the terms of rehearsal and gates.
         change: The loss before and after, on the same tokens.
         schedule: Its schedule.
         warnings: What may be wrong with it, and reasons why it learned little.
@@ -59,6 +61,7 @@ class Training:
 
     path: Path
     steps: int
+    resumed: int
     seconds: float
     trained_parameters: int
     loss: float | None
@@ -72,7 +75,7 @@ class Training:
 
 
 def describe_run(
-    trainer: ExpansionTrainer, training: TrainingRun, schedule: TrainingSchedule, seconds: float
+    trainer: ExpansionTrainer, training: TrainingRun, schedule: TrainingSchedule, resumed: int, seconds: float
 ) -> Training:
     """Return the result of a finished run."""
     log = trainer.state.log_history
@@ -81,6 +84,7 @@ def describe_run(
     return Training(
         path=training.target,
         steps=trainer.state.global_step,
+        resumed=resumed,
         seconds=seconds,
         trained_parameters=training.record["trained_parameters"],
         loss=losses[-1] if losses else None,
@@ -114,6 +118,18 @@ def loss_warnings(change: LossChange | None) -> tuple[str, ...]:
         verb, advice = "rose", f"Lower --learning-rate; if it fell first ({CURVES_FILE}), take fewer --steps."
     which = "the new text" if change.text == "new" else "the texts to learn"
     return (f"the loss on {which} {verb}, from {change.before:.4f} to {change.after:.4f}. {advice}",)
+
+
+def use_warnings(data: Sequence[str | Path], eval_data: EvalData, settings: TrainingSettings) -> tuple[str, ...]:
+    """Return a warning for each text that is measured, and learned or rehearsed as well."""
+    rehearsed = () if settings.rehearses_itself else settings.rehearse
+    others = {"--data": list(map(str, data)), "--rehearse": list(map(str, rehearsed))}
+    measured = list(map(str, (*eval_data.old, *eval_data.new)))
+    return tuple(
+        f"{found.where} is measured, and {found.values['trained']} has it too: its loss does not show how the model "
+        "reads other text."
+        for found in texts_of_two_uses({"--eval-data": (measured, others)})
+    )
 
 
 def turn_warnings(learned: Sequences, rehearsed: Sequences | None, settings: TrainingSettings) -> tuple[str, ...]:

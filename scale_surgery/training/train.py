@@ -49,7 +49,7 @@ from scale_surgery.training.arguments import (
 from scale_surgery.training.load_model import check_quantisation, check_reach, load_to_train
 from scale_surgery.training.rates import with_rate
 from scale_surgery.training.reports import find_reports, reporting
-from scale_surgery.training.result import Training, describe_run, turn_warnings
+from scale_surgery.training.result import Training, describe_run, turn_warnings, use_warnings
 from scale_surgery.training.resume_state import check_state
 from scale_surgery.training.run_folder import (
     TrainingRun,
@@ -162,9 +162,10 @@ def train(
                 own = made_by_one(processes, lambda: write_own_text(model.to(processes.device), *given))
             schedule = replace(schedule, rehearses=describe_rehearsal(settings, own.description))
             texts[REHEARSAL] = as_learned(own.texts, settings, folder, tokenizer)
+        warnings = use_warnings(data, eval_data, settings)
         if chat_template(folder) is not None:
-            warnings = turn_warnings(texts["learn"], texts.get(REHEARSAL), settings)
-            schedule = replace(schedule, warnings=warnings)
+            warnings += turn_warnings(texts["learn"], texts.get(REHEARSAL), settings)
+        schedule = replace(schedule, warnings=warnings)
         decisive = _decisive(settings, folder, texts, processes.num_processes)
         # a run may resume on another processor, which would choose another precision
         decisive |= {"precision": asdict(precision)}
@@ -186,11 +187,11 @@ def train(
         with quiet_transformers(), track("training", steps) as advance:
             trainer.add_callback(RunReport(advance, training))
             with reporting(trainer, reports, training, is_main=processes.is_main_process, resume=start.resume):
-                _run(trainer, training, resume=start.resume)
+                resumed = _run(trainer, training, resume=start.resume)
         if processes.is_main_process:
             training.finish(trainer.state.log_history)
         processes.wait_for_everyone()
-    return describe_run(trainer, training, schedule, time.monotonic() - started)
+    return describe_run(trainer, training, schedule, resumed, time.monotonic() - started)
 
 
 def _open(path: Path, settings: TrainingSettings) -> Folder:
@@ -362,8 +363,8 @@ def sample_of(learned: Sequences, schedule: TrainingSchedule) -> Sequences:
     return learned.some(min(share, MOST_SAMPLED))
 
 
-def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> None:
-    """Train to the end, then measure."""
+def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> int:
+    """Train to the end, then measure. Return the steps that earlier runs did."""
     latest = training.whole_checkpoints()[-1:] if resume else []
     for checkpoint in latest:
         check_state(checkpoint)
@@ -373,6 +374,7 @@ def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> N
         _step(trainer, training, latest)
     if trainer.measured_at != trainer.state.global_step:
         trainer.evaluate()
+    return training.step_of(latest[0]) if latest else 0
 
 
 def _step(trainer: ExpansionTrainer, training: TrainingRun, latest: list[Path]) -> None:

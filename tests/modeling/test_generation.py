@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -363,6 +363,86 @@ def test_a_mask_may_have_columns_for_tokens_to_come(model_of: Callable[..., Any]
     empty = StaticCache(config=model.config, max_cache_len=30)
     with pytest.raises(ValueError, match=WITHOUT_STATE):
         model(ids[:, 9:], cache=empty, attention_mask=mask)
+
+
+def mask_of_pairs(texts: list[int], hidden: int) -> Tensor:
+    """Which token sees which, where texts of these lengths stand in a row behind some padding (1, 1, t, t)."""
+    blocks = [torch.ones(length, length).tril() for length in texts]
+    seen = torch.block_diag(torch.eye(hidden), *blocks) if hidden else torch.block_diag(*blocks)
+    return seen.bool()[None, None]
+
+
+@pytest.mark.parametrize("form", ("bool", "added", "dict", "dict of none"))
+@pytest.mark.parametrize("hidden", (0, 4))
+@pytest.mark.parametrize("run", mostly(("posterior", "three"), "posterior".__eq__))
+@torch.no_grad()
+def test_a_mask_of_pairs_of_tokens_begins_texts(model_of: Callable[..., Any], run: str, hidden: int, form: str) -> None:
+    """Also without position ids, and behind a cache; the router does not read on where attention does not."""
+    model, ids = model_of("llama", run), random_ids(1, hidden + 16)
+    first, second = ids[:, hidden : hidden + 7], ids[:, hidden + 7 :]
+    wanted = torch.cat([logits(model, {"input_ids": text}) for text in (first, second)], 1)
+    seen = mask_of_pairs([7, 9], hidden)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) if form == "added" else seen
+    if form == "dict":  # as for layers of two kinds, of which one has a window
+        mask = {"full_attention": seen, "sliding_attention": seen.tril() & ~seen.tril(-3)}
+        cuts = expanded_routing.find_cuts(mask, 0, ids.shape[1])
+        assert torch.equal(cuts, expanded_routing.find_cuts(seen, 0, ids.shape[1]))
+        mask = seen
+    if form == "dict of none":
+        assert not expanded_routing.find_cuts({"full_attention": None}, 0, 5).any()
+    assert_close(logits(model, {"input_ids": ids}, attention_mask=mask)[:, hidden:], wanted)
+    # as one text, they are read otherwise
+    whole = logits(model, {"input_ids": ids[:, hidden:]})
+    assert (whole - wanted).abs().max() > 100 * DRIFT
+    cache = DynamicCache(config=model.config)
+    start = {"input_ids": ids[:, : hidden + 9], "attention_mask": seen[:, :, : hidden + 9, : hidden + 9]}
+    pieces = [logits(model, start, cache=cache)]
+    rest = {"input_ids": ids[:, hidden + 9 :], "attention_mask": seen[:, :, hidden + 9 :]}
+    pieces.append(logits(model, rest, cache=cache, position_ids=torch.arange(hidden + 9, hidden + 16)[None]))
+    assert_close(torch.cat(pieces, 1)[:, hidden:], wanted)
+
+
+def test_a_mask_that_cannot_be_read_needs_positions() -> None:
+    inputs: dict[str, Any] = {"input_ids": random_ids(1, 5), "attention_mask": object()}
+    taken = {"reads_tokens": True, "is_training": False}
+    for more in (inputs, inputs | {"attention_mask": None, "cu_seq_lens_q": torch.tensor([0, 2, 5])}):
+        with pytest.raises(ValueError, match="expected position_ids beside them"):
+            RouterContext.of(dict(more), 0, **taken)
+        found = RouterContext.of(more | {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, 0, **taken)
+        assert found.restarts.tolist() == [[True, False, True, False, False]]
+        assert RouterContext.of(dict(more), 0, reads_tokens=False, is_training=False).ids is not None
+
+
+@torch.no_grad()
+def test_a_model_that_trains_keeps_the_state_if_a_cache_is_asked_for(model_of: Callable[..., Any]) -> None:
+    model, ids = model_of("llama", "posterior"), random_ids(1, 9)
+    wanted = logits(model, {"input_ids": ids})
+    model.train()
+    begun = model(ids[:, :5], use_cache=True)
+    cache = find_cache(begun)
+    assert_close(torch.cat((begun.logits, logits(model, {"input_ids": ids[:, 5:]}, cache=cache)), 1), wanted)
+
+
+@torch.no_grad()
+def test_blocks_that_end_in_another_order_are_refused(model_of: Callable[..., Any]) -> None:
+    """Two generators that take turns in a thread would answer with each other's choice."""
+    model = model_of("llama", "three")
+    before = model.active_expansion
+
+    def answers(name: str) -> Iterator[Any]:
+        with model.use_expansion(name):
+            yield model.active_expansion
+            yield model.active_expansion
+
+    first, second = answers("medicine"), answers("law")
+    assert (next(first), next(second)) == ("medicine", "law")
+    for generator in (first, second):
+        with pytest.raises(RuntimeError, match="ended in another order than they began"):
+            list(generator)
+    assert model.active_expansion == before
+    with model.use_expansion("law"), model.use_expansion("medicine"):
+        assert model.active_expansion == "medicine"
+    assert model.active_expansion == before
 
 
 def test_a_cache_that_counts_no_tokens_is_refused(model_of: Callable[..., Any]) -> None:

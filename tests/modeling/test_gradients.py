@@ -13,7 +13,7 @@ import torch
 from scale_surgery import Request, expand
 from scale_surgery.modeling.expanded_modules import ExpandedModule
 from scale_surgery.planning.idle import idle_tensors
-from tests.conftest import load
+from tests.conftest import load, shake
 from tests.each import FEW, mostly, woven
 from tests.routed import random_ids
 from tests.sweep.take import twin_config, write_base
@@ -48,6 +48,35 @@ def always_detached() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExpandedModule, "split", detached)
         yield
+
+
+@pytest.mark.parametrize("family", mostly(FAMILIES, "llama".__eq__))
+def test_inputs_and_weights_of_the_base_have_the_gradient_of_the_whole_model(
+    base_of: Any, tmp_path: Any, family: str
+) -> None:
+    """Where nothing of the base learns, its stream is detached; otherwise a gradient would be zero without a word."""
+    model = load(shake(expand(base_of(family), Request("1"), tmp_path / "wide").path)).double()
+    ids = random_ids(1, 6)
+    given = model.get_input_embeddings()(ids).detach()
+    direction = torch.randn(given.shape, generator=torch.Generator().manual_seed(0), dtype=given.dtype)
+
+    def loss(step: float) -> torch.Tensor:
+        return model(inputs_embeds=given + step * direction).logits.logsumexp(-1).sum()
+
+    # norms compute in float32
+    slope = float((loss(1e-5) - loss(-1e-5)).detach() / 2e-5)
+    embedded = given.clone().requires_grad_(True)
+    model(inputs_embeds=embedded).logits.logsumexp(-1).sum().backward()
+    assert float((embedded.grad * direction).sum()) == pytest.approx(slope, rel=1e-2)
+    model.zero_grad()
+    model.requires_grad_(True)
+    model(ids, labels=ids).loss.backward()
+    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert not [name for name in without if ".expansions." not in name]
+    model.freeze_base()
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    assert all((parameter.grad is None) for name, parameter in model.named_parameters() if ".expansions." not in name)
 
 
 def unchanged(path: Any) -> set[str]:

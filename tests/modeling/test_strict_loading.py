@@ -161,6 +161,21 @@ def test_a_head_is_needed_where_it_is_not_tied(made, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "options", [{"quantization_config": SimpleNamespace(load_in_4bit=True)}, {"load_in_8bit": True}]
+)
+def test_linears_that_would_not_be_quantised_are_refused(made, options):
+    """transformers would leave them in floats, and say that the model is quantised."""
+    with pytest.raises(ValueError, match="would leave every widened linear as it is"):
+        AutoModelForCausalLM.from_pretrained(made("qwen3_moe"), **options)
+
+
+def test_replicas_of_modules_are_refused(made):
+    """They have no parameters, so a gate would be missing without a word."""
+    with pytest.raises(RuntimeError, match="expected one process for each GPU"):
+        AutoModelForCausalLM.from_pretrained(made())._replicate_for_data_parallel()
+
+
+@pytest.mark.parametrize(
     "options",
     [{"tp_plan": "auto"}, {"tp_size": 2}, {"distributed_config": SimpleNamespace(tp_size=2, tp_plan=None)}],
 )

@@ -30,6 +30,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.errors import Problem
 from scale_surgery.folder.record import read_manifest
+from scale_surgery.modeling.expanded_releases import find_cache
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.running.strength import at_strength, scaled
 from scale_surgery.surgery.strength import writing_tensors
@@ -112,6 +113,32 @@ def test_the_dial_is_relative_to_what_was_learned(adapted: Path) -> None:
         value = read_tensor(folder, name)
         assert torch.equal(parameter, scaled(value, 0.5) if is_scaled else value), name
         assert parameters[name].requires_grad is not is_scaled
+
+
+def test_what_is_scaled_is_neither_saved_nor_freed(adapted: Path, tmp_path: Path) -> None:
+    model = load(adapted)
+    set_strength(model, 0.5)
+    with pytest.raises(ValueError, match="default: has another strength than 1"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    model.freeze_base()
+    names = writing_tensors(read_manifest(adapted).plan)
+    assert {
+        name for name, tensor in model.named_parameters() if ".expansions." in name and not tensor.requires_grad
+    } == set(names)
+    set_strength(model, 1).save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved").exists()
+
+
+@torch.no_grad()
+def test_a_cache_of_another_strength_is_refused(adapted: Path) -> None:
+    model, ids = load(adapted), torch.arange(5, 14)[None]
+    set_strength(model, 0.5)
+    cache = find_cache(model(ids[:, :6], use_cache=True))
+    assert model(ids[:, 6:7], cache=cache).logits.isfinite().all()
+    set_strength(model, 1)
+    with pytest.raises(ValueError, match="not read under this choice and strength"):
+        model(ids[:, 7:], cache=cache)
 
 
 @pytest.mark.slow

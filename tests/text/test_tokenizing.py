@@ -295,7 +295,7 @@ def test_of_an_answer_every_token_is_scored_and_of_a_question_none() -> None:
     assert sequences[1]["input_ids"].tolist() == [START, *text, END]
     assert sequences[1]["labels"].dtype == torch.int64
     learned = tokenize(documents, letters(), learn_prompts=True)
-    assert learned.labels[:8].tolist() == learned.ids[:8].tolist()
+    assert learned.labels[:8].tolist() == [IGNORED, *learned.ids[1:8].tolist()]
     assert learned.labels[8:].tolist() == [IGNORED, *learned.ids[9:].tolist()]
 
 
