@@ -115,7 +115,7 @@ def read_texts(place: Place) -> Texts:
 
     training, step = settings.training(length), length - math.floor(length * OVERLAP)
     to_learn = without_unscored(pack(read("new", LEARN), length, start))
-    steps = math.ceil(settings.tokens * len(to_learn) / (to_learn.tokens * training.batch_size))
+    steps = max(1, round(settings.tokens * len(to_learn) / (to_learn.tokens * training.batch_size)))
     steps_of_try = min(steps, max(FEWEST, round(steps * TRIED)))
     rows = min(training.batch_size, max(1, round(steps * TRIED * training.batch_size / steps_of_try)))
     trying = replace(training, batch_size=rows)

@@ -33,7 +33,6 @@ from .expanded_stock import (
     adds_features,
     find_base_model,
     find_module,
-    refuse_quantisation,
     specs_of,
     twin,
     wide_features,
@@ -409,7 +408,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             return self._run(inputs)
 
     def _base_learns(self, inputs: dict[str, Any]) -> bool:
-        """Return whether gradients go to inputs or to weights of the base, which are frozen unless a user frees them."""
+        """Return whether gradients go to inputs, or to weights of the base: these are frozen unless a user frees them."""
         if not torch.is_grad_enabled():
             return False
         embedded = inputs.get("inputs_embeds")
@@ -776,6 +775,18 @@ def set_values(config: Any, values: dict[str, Any]) -> None:
     text = config.get_text_config(decoder=True)
     for key, value in values.items():
         setattr(text, key, value)
+
+
+def refuse_quantisation(given: dict[str, Any]) -> None:
+    """Refuse options of from_pretrained that would quantise linears, of which an expanded model has none."""
+    config = given.get("quantization_config")
+    is_asked = config is not None and not getattr(config, "dequantize", False)
+    if is_asked or given.get("load_in_4bit") or given.get("load_in_8bit"):
+        raise ValueError(
+            "quantization_config: would leave every widened linear as it is. Expand a quantised base in memory: "
+            "scale_surgery.load_expansion(BASE, EXTRACT, quantization_config=...), with the folder that "
+            "scale-surgery extract writes."
+        )
 
 
 def check_cache(cache: Cache | None, choice: PathChoice, key: tuple[Any, ...]) -> None:

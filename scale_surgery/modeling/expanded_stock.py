@@ -59,18 +59,6 @@ def refuse_tensor_parallelism(given: dict[str, Any]) -> None:
         )
 
 
-def refuse_quantisation(given: dict[str, Any]) -> None:
-    """Refuse options of from_pretrained that would quantise linears, of which an expanded model has none."""
-    config = given.get("quantization_config")
-    is_asked = config is not None and not getattr(config, "dequantize", False)
-    if is_asked or given.get("load_in_4bit") or given.get("load_in_8bit"):
-        raise ValueError(
-            "quantization_config: would leave every widened linear as it is. Expand a quantised base in memory: "
-            "scale_surgery.load_expansion(BASE, EXTRACT, quantization_config=...), with the folder that "
-            "scale-surgery extract writes."
-        )
-
-
 class StrictlyLoaded:
     """Mixin before a stock model class that loads as transformers does, and refuses files that do not fit."""
 

@@ -382,6 +382,13 @@ def test_texts_and_lengths_that_are_refused(place: Path, tmp_path: Path) -> None
     empty = tmp_path / "empty.txt"
     nothing = Problem("texts-without-documents", f"--new {empty}")
     assert problems(evaluate, wide, [], [empty], error=DataError) == [nothing]
+    # a folder and a file in it, or two spellings of a name, would count one text twice
+    (tmp_path / "texts").mkdir()
+    shutil.copy(old[0], inside := tmp_path / "texts" / "old.txt")
+    for first, second in ((inside.parent, inside), (inside, tmp_path / "texts" / ".." / "texts" / "old.txt")):
+        assert problems(evaluate, wide, [first, second], error=DataError) == [
+            Problem("text-twice", str(second), option="--old", other=str(first))
+        ]
     assert refusal(evaluate, wide, [*old, tmp_path / "bad.jsonl"], error=DataError).startswith(
         f"{tmp_path}/bad.jsonl, line 1: has the fields"
     )

@@ -204,6 +204,9 @@ def test_a_limit_that_was_not_measured_does_not_hold() -> None:
     for most, holds in ((0.5, True), (0.49, False)):
         limit = limit_of([Score("m", "expanded", "b", probes=probes)], most, has_probes=True)
         assert limit.holds is holds and limit.exceeded == (() if holds else ("m",))
+    # 1 - 49 / 50 is above 0.02
+    of_fifty = score_answers(answers(*[True] * 49, False), answers(*[True] * 50))
+    assert limit_of([Score("m", "expanded", "b", probes=of_fifty)], 0.02, has_probes=True).holds
     parts = [Score("m, at 0.5", "strength", "b", forgetting=9.0), Score("b", "base", None)]
     assert limit_of([Score("m", "other", "b", forgetting=0.1), *parts], 0.1, has_probes=False).holds
     for forgetting, code in ((float("nan"), "exceeded"), (None, "unmeasured")):

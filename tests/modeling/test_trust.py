@@ -54,7 +54,7 @@ def test_exported_code_is_as_small_as_the_page_says() -> None:
     expanded = [file for file in CODE_FILES if file.startswith("expanded_")]
     assert [len(CODE_FILES), len(expanded)] == [int(counted[1]), int(counted[2])]
     assert len(STANDARD_LIBRARY - {"__future__"}) == int(modules[1])
-    for files, lines in ((CODE_FILES, int(counted[3].replace(",", ""))), (FUSED_CODE_FILES, 1050)):
+    for files, lines in ((CODE_FILES, int(counted[3].replace(",", ""))), (FUSED_CODE_FILES, 1100)):
         assert sum(len(modeling.code_text(file).splitlines()) for file in files) < lines
     # the only module that is imported by its name is one that transformers has loaded already
     importing_files = [file for file in EXPORTED if "import_module(" in modeling.code_text(file)]

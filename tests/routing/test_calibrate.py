@@ -280,6 +280,10 @@ def test_winning_weights_are_those_that_a_search_finds() -> None:
         kinds.add((low > high, low == 0, high == 1))
     assert {(False, True, True), (False, True, False), (False, False, True)} <= kinds
     assert any(is_never for is_never, _, _ in kinds)
+    # of equals, the first is the most likely one, as argmax says
+    equal = torch.tensor([[1.0, 1.0, 0.0]] * 2)
+    least, most = winning_weights(equal, equal, torch.tensor([0, 1]))
+    assert (least <= most).tolist() == [True, False] == (equal.argmax(-1) == torch.tensor([0, 1])).tolist()
 
 
 # what is tried, and which is best

@@ -19,6 +19,7 @@ from scale_surgery.errors import Problem
 from scale_surgery.progress import Progress
 from scale_surgery.running.loss import measure
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.show.tables import render_training
 from scale_surgery.text.documents import read_documents
 from scale_surgery.text.sequences import Sequences
 from scale_surgery.text.tokenizing import pack, start_tokens, tokenize
@@ -27,7 +28,7 @@ from scale_surgery.training.result import LossChange, loss_warnings
 from scale_surgery.training.settings import TrainingSchedule
 from scale_surgery.training.train import MOST_SAMPLED, sample_of
 from tests.command import run
-from tests.conftest import digests, edited, load, problems
+from tests.conftest import digests, edited, load, problems, shown
 from tests.training.test_train import stopping_at
 
 CPU = RunOptions(device="cpu")
@@ -190,6 +191,17 @@ def test_a_resumed_run_knows_the_loss_before_and_draws_once(place: Path, tmp_pat
     resumed = TrainingStart(resume=True)
     done = train(place / "adapt", [place / "texts.jsonl"], target, SETTINGS, start=resumed, run=CPU)
     assert done.change == whole.change is not None and done.curves.exists()
+    assert (whole.resumed, done.resumed, done.steps) == (0, 2, SETTINGS.steps)
+    assert f"{SETTINGS.steps}, {SETTINGS.steps - 2} of them in " in shown(render_training(done))
+
+
+def test_a_text_that_is_learned_and_measured_is_warned_of(place: Path, tmp_path: Path) -> None:
+    texts, settings = [place / "texts.jsonl"], replace(SETTINGS, steps=1)
+    sides = EvalData(old=[place / "texts.jsonl"], new=[place / "word.txt"])
+    done = train(place / "adapt", texts, tmp_path / "made", settings, eval_data=sides, run=CPU)
+    (warning,) = done.warnings[:1]
+    assert warning.startswith(f"{texts[0]} is measured, and --data has it too")
+    assert not [line for line in done.warnings if "word.txt" in line]
 
 
 def test_the_console_says_it_in_80_columns_and_ends_with_next(place: Path, tmp_path: Path) -> None:
