@@ -408,7 +408,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             return self._run(inputs)
 
     def _base_learns(self, inputs: dict[str, Any]) -> bool:
-        """Return whether gradients go to inputs, or to weights of the base: these are frozen unless a user frees them."""
+        """Return whether inputs, or weights of the base that a user let train, have a gradient."""
         if not torch.is_grad_enabled():
             return False
         embedded = inputs.get("inputs_embeds")

@@ -438,6 +438,8 @@ def split_attention(module, query, key, value, attention_mask, **kwargs):
     run = stock.eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     parts = module.parts
     heads, kv_heads = [part.heads for part in parts], [part.kv_heads for part in parts]
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and {*heads} > {attention_mask.shape[1]} != {1}:
+        raise ValueError("attention_mask: has a part for each head of the base, expected one for all, new heads too.")
     states = [
         split_heads(tensor, sizes, parts, name == "eager")
         for tensor, sizes in ((query, heads), (key, kv_heads), (value, kv_heads))

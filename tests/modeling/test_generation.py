@@ -413,6 +413,13 @@ def test_a_mask_that_cannot_be_read_needs_positions() -> None:
         assert RouterContext.of(dict(more), 0, reads_tokens=False, is_training=False).ids is not None
 
 
+def test_a_mask_for_each_head_is_refused(model_of: Callable[..., Any]) -> None:
+    model, ids = model_of("llama", "posterior"), random_ids(1, 5)
+    mask = mask_of_pairs([5], 0).expand(1, model.config.num_attention_heads, 5, 5)
+    with pytest.raises(ValueError, match="has a part for each head of the base"):
+        model(ids, attention_mask=mask)
+
+
 @torch.no_grad()
 def test_a_model_that_trains_keeps_the_state_if_a_cache_is_asked_for(model_of: Callable[..., Any]) -> None:
     model, ids = model_of("llama", "posterior"), random_ids(1, 9)
