@@ -45,7 +45,7 @@ SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
 
 @dataclass(frozen=True)
 class TokenCount:
-    """About how many tokens there are to learn; or the least, where texts go on and nobody knows how far."""
+    """About how many tokens there are to read, prompts included; or the least, where texts go on and nobody knows how far."""
 
     tokens: int
     is_least: bool
@@ -89,7 +89,7 @@ class Estimate:
 
     Attributes:
         stages: Its stages.
-        tokens: Tokens to learn in one pass, about.
+        tokens: Tokens to read in one pass, prompts included, about.
         learning_rate: Highest learning rate of the training.
         is_least: Whether there are more tokens, and nobody knows how many: of a dataset of the Hub, or a
             folder of compressed or .json files, that is longer than a sample of it.

@@ -58,7 +58,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
     rows = [
         ("memory", f"about {format_bytes(estimate.memory_bytes)}"),
         ("disk", f"about {format_bytes(estimate.disk_bytes)} at most, {format_bytes(estimate.free_bytes)} are free"),
-        ("to learn", f"{about} {format_count(estimate.tokens)} tokens"),
+        ("to read", f"{about} {format_count(estimate.tokens)} tokens"),
         *([] if estimate.to_sample is None else [("to sample", _format_samples(estimate.to_sample))]),
         ("learning rate", f"{estimate.learning_rate:g} at most"),
     ]

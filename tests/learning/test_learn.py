@@ -647,7 +647,7 @@ def test_a_dataset_whose_end_nobody_knows_is_read_once(documents, epochs, about,
     recipe = resolve_recipe({"model": settings["model"], "data": "org/name", "expansion.layers": "last:1"})
     assert (recipe.training.epochs, recipe.training.batch_size) == (epochs, 8)
     made = prepare(recipe, tmp_path / "job").estimate
-    assert re.search(rf"to learn +{about} [\d.]+ k tokens", shown(render_estimate(made)))
+    assert re.search(rf"to read +{about} [\d.]+ k tokens", shown(render_estimate(made)))
 
 
 def write_rows(rows: Dataset, path: Path) -> None:
