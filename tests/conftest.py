@@ -99,13 +99,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @dataclass(frozen=True)
 class Pair:
-    """A base model and its expansion, on disk and loaded; tests that change a model load their own."""
+    """A base model and its expansion, on disk and loaded when asked for; tests that change a model load their own."""
 
     base_path: Path
     path: Path
     expansion: Expansion
-    base: Any
-    expanded: Any
+
+    @functools.cached_property
+    def base(self) -> Any:
+        return load(self.base_path)
+
+    @functools.cached_property
+    def expanded(self) -> Any:
+        return load(self.path)
 
     def load(self, **options: Any) -> Any:
         """Load the expanded model once more, for a test that changes it."""
@@ -329,15 +335,11 @@ def pair_of(base_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     """Expand a tiny base model by one of REQUESTS, or duplicate layers."""
 
     @functools.cache
-    def load_base(path: Path) -> Any:
-        return load(path)
-
-    @functools.cache
     def make(family: str, request: str = "preserve", dtype: str = "float32", tied: bool = False) -> Pair:
         base = base_of(family, dtype, tied)
         asked = DEEPENED if request == "deepened" else REQUESTS[request]
         expansion = expand(base, asked, tmp_path_factory.mktemp("expanded") / f"{base.name}_{request}")
-        return Pair(base, expansion.path, expansion, load_base(base), load(expansion.path))
+        return Pair(base, expansion.path, expansion)
 
     return make
 
