@@ -58,5 +58,7 @@ def _stamp(file: Path) -> Stamp:
 def _is_still(file: Path, before: Stamp) -> bool:
     try:
         return before.is_still(_stamp(file))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:  # a disk that does not answer, which says nothing of the file
+        raise CheckpointError(Problem("file-unreadable", file, error=error.strerror)) from error

@@ -172,6 +172,21 @@ def check_base_weights(how: str) -> None:
         raise PlanError(Problem("base-weights-unknown", "base_weights", how=how, choices=get_args(BaseWeights)))
 
 
+def way_to(target: Path, source: Path, how: BaseWeights) -> BaseWeights:
+    """Return how a file of a base will get into a folder: "copy" if the disk of the folder makes no reflink of it.
+
+    Raises:
+        CheckpointError: If hard links are wanted, and the folder is on another disk than the file.
+    """
+    parent, real = next(folder for folder in target.resolve().parents if folder.exists()), source.resolve()
+    if how == "link" and real.stat().st_dev != parent.stat().st_dev:
+        raise CheckpointError(Problem("hard-link-failed", source, folder=parent, error=os.strerror(errno.EXDEV)))
+    if how != "auto":
+        return how
+    with tempfile.TemporaryDirectory(prefix=unfinished_prefix(target), dir=parent) as folder:
+        return "auto" if _reflink(real, Path(folder, "shared")) else "copy"
+
+
 def take_over(source: Path, file: Path, how: BaseWeights, advance: Progress = no_progress) -> None:
     """Make `file` of a base's `source`: "auto" by a reflink, else a copy, "copy", or "link" (hard links of shards)."""
     check_base_weights(how)

@@ -11,6 +11,7 @@ Others may be able to write there too, so no symbolic link is followed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ from filelock import FileLock, Timeout
 from scale_surgery.checkpoint.files import unfinished_prefix, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.errors import CheckpointError, Problem
+
+# errors of file systems that lock nothing
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def link_problems(*places: Path) -> list[Problem]:
@@ -50,6 +54,10 @@ def locked(folder: Path, called: Path | None = None) -> Iterator[None]:
         held = FileLock(lock, blocking=False, fallback_to_soft=False).acquire()
     except Timeout as error:
         raise CheckpointError(Problem("output-busy", called or folder)) from error
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+            raise
+        raise CheckpointError(Problem("disk-without-locks", called or folder, lock=lock, error=error)) from error
     with held:
         if not lock.is_file() or lock.stat().st_size:
             raise CheckpointError(Problem("lock-not-ours", lock))

@@ -93,7 +93,16 @@ def open_model(model: str | Path, revision: str | None = None) -> tuple[Source, 
     """Read a model's config and headers from a folder or from the Hub. No weights are read or downloaded."""
     if (local := _local_source(model, revision)) is not None:
         return local, open_checkpoint(local.path)
-    return _cached_model(str(model), revision) or _remote_model(str(model), revision)
+    cached = _cached_model(str(model), revision)
+    if isinstance(cached, tuple):
+        return cached
+    try:
+        return _remote_model(str(model), revision)
+    except CheckpointError as error:
+        # where the Hub cannot be asked, what is missing in the cache is the reason
+        if cached is not None and {problem.code for problem in error.problems} == {"repository-unreachable"}:
+            raise cached from error
+        raise
 
 
 def is_local(model: str | Path) -> bool:
@@ -115,16 +124,20 @@ def _local_source(model: str | Path, revision: str | None) -> Source | None:
     return None
 
 
-def _cached_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint] | None:
+def _cached_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint] | CheckpointError | None:
+    """Read a model in the local cache: the error if it is there in part, None if it is not there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with _hub_errors(repo):
         try:
             folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-            return Source(folder, repo, folder.name), open_checkpoint(folder)
-        except (LocalEntryNotFoundError, CheckpointError):
-            return None  # not cached, or only in part
+        except LocalEntryNotFoundError:
+            return None
+    try:
+        return Source(folder, repo, folder.name), open_checkpoint(folder)
+    except CheckpointError as error:
+        return error
 
 
 def _remote_model(repo: str, revision: str | None) -> tuple[Source, Checkpoint]:

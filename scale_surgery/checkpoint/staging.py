@@ -23,6 +23,12 @@ from scale_surgery.checkpoint.locks import link_problems, locked, names_beside, 
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.errors import CheckpointError, Problem, SurgeryError
 
+# problems of a machine, and not of the input: the next run may go on with what is finished
+OF_A_MACHINE = {
+    *("file-unreadable", "tensor-unreadable", "temporary-unwritten"),
+    *("model-not-loaded", "model-not-run", "out-of-memory"),
+}
+
 
 def check_target(target: Path, sources: list[Path], *, overwrite: bool) -> None:
     """Check before any work that a folder can be written without touching anything else."""
@@ -130,9 +136,9 @@ def _state_file(target: Path) -> Path:
 
 
 def check_space(target: Path, needed_bytes: int) -> None:
-    """Check that the disk has enough free space."""
+    """Check that the disk has enough free space, beside what an unfinished run wrote: it is used or removed."""
     parent = next(folder for folder in target.resolve().parents if folder.exists())
-    free = shutil.disk_usage(parent).free
+    free = shutil.disk_usage(parent).free + bytes_in(_partial(target))
     if free < needed_bytes:
         raise CheckpointError(Problem("output-without-space", target, needed=needed_bytes, parent=parent, free=free))
 
@@ -180,7 +186,8 @@ def _cleared(target: Path, *, keeps_refused: bool) -> Iterator[None]:
     """Remove the unfinished folder after a rejection."""
     try:
         yield
-    except SurgeryError:
+    except SurgeryError as error:
+        keeps_refused |= OF_A_MACHINE.issuperset(problem.code for problem in error.problems)
         # without files in it there is nothing to continue
         if not keeps_refused or not any(path.is_file() for path in _partial(target).rglob("*")):
             shutil.rmtree(_partial(target), ignore_errors=True)
@@ -228,6 +235,12 @@ def _rename(partial: Path, target: Path, *, overwrite: bool) -> None:
     else:
         raise CheckpointError(Problem("output-appeared", target, partial=partial))
     sync(target.parent)
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the bytes on disk of the files in a folder that no other folder has; 0 if there is no such folder."""
+    stats = (path.stat() for path in folder.rglob("*") if path.is_file())
+    return sum(stat.st_size for stat in stats if stat.st_nlink == 1)
 
 
 def sync_folder(folder: Path) -> None:

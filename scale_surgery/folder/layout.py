@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, take_over, write_bytes, write_text
+from scale_surgery.checkpoint.files import BaseWeights, take_over, way_to, write_bytes, write_text
 from scale_surgery.checkpoint.folder import read_chunks
 from scale_surgery.checkpoint.headers import TensorInfo, read_header
 from scale_surgery.checkpoint.shards import Entry, header_bytes, make_header, write_pieces
@@ -72,6 +72,12 @@ def total_bytes(contents: Contents) -> int:
 def needed_bytes(contents: Contents, how: BaseWeights) -> int:
     """Return the least bytes that the files need on disk: a reflink needs none, but may not work."""
     return total_bytes({name: each for name, each in contents.items() if how == "copy" or not isinstance(each, Path)})
+
+
+def room_for(contents: Contents, target: Path, how: BaseWeights) -> int:
+    """Return the bytes that the files need on the disk of a folder; refuse hard links that it cannot have."""
+    shards = [each for name, each in contents.items() if name.endswith(".safetensors") and isinstance(each, Path)]
+    return needed_bytes(contents, way_to(target, shards[0], how) if shards else how)
 
 
 def lay_out(contents: Contents, folder: Path, how: BaseWeights = "copy", advance: Progress = no_progress) -> None:

@@ -45,7 +45,7 @@ SAMPLED_DOCUMENTS, SAMPLED_CHARACTERS = 1000, 100_000
 
 @dataclass(frozen=True)
 class TokenCount:
-    """About how many tokens there are to read, prompts included; or the least, where texts go on and nobody knows how far."""
+    """About how many tokens there are to read, prompts included; or the least, where texts end nobody knows where."""
 
     tokens: int
     is_least: bool

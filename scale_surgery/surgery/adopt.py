@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import BaseWeights, write_text
+from scale_surgery.checkpoint.files import BaseWeights, way_to, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, name_tensors
 from scale_surgery.checkpoint.forms import form_of
 from scale_surgery.checkpoint.hashes import changed_tensors
@@ -123,7 +123,8 @@ def adopt(
     compared = compare_base(given, trained, match, track)
     other_settings, other_computation = compare_settings(given, trained)
     refuse_damaged(folder, track)
-    check_space(target, trained.bytes_added + least_base_bytes(folder, manifest.first_plan, base_weights))
+    way = way_to(target, folder.path / folder.shards[0], base_weights)
+    check_space(target, trained.bytes_added + least_base_bytes(folder, manifest.first_plan, way))
     state = {
         "adopt": [plan.to_json() for plan in manifest.plans.values()],
         "base": manifest.base_hashes,

@@ -27,7 +27,7 @@ from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.config import stored_shard
 from scale_surgery.folder.extract_folder import Extract, check_own_files, name_in_extract, open_extract
 from scale_surgery.folder.folder import refuse_linked
-from scale_surgery.folder.layout import Contents, lay_out, needed_bytes, tensors_in, total_bytes
+from scale_surgery.folder.layout import Contents, lay_out, needed_bytes, room_for, tensors_in, total_bytes
 from scale_surgery.folder.record import BaseFile, Manifest, base_tensors, tool_versions
 from scale_surgery.folder.renumbered import renumbered_shards, stored_shards
 from scale_surgery.folder.write import EXTENDED, extended_texts, write_config, write_index, write_record
@@ -150,7 +150,7 @@ def apply(
     if _has_other_tokenizer(extracted, compared) and (new := manifest.plan.request.new_tokens) is not None:
         check_new_tokens(source.path, load_tokenizer(source.path, run), new, manifest.plan.sizes.embedded, run)
     files = _files_around(extracted, compared) if compared.other_files else _put_back(extracted, checkpoint)
-    check_space(target, needed_bytes(files, base_weights))
+    check_space(target, room_for(files, target, base_weights))
     state = {
         "apply": {name: file.sha256 for name, file in extracted.listing.files.items()},
         "base": [source.name, source.revision, compared.files],

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, renamed
-from scale_surgery.checkpoint.files import BaseWeights, check_base_weights
+from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, way_to
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
@@ -117,7 +117,8 @@ def compose(
     asked = None if routing is None else router_for(routing, len(expansions))
     routing = routing_beside(given, len(expansions), asked)
     bytes_added = sum(plan.costs.bytes_added for plan in plans)
-    check_space(target, bytes_added + least_base_bytes(given, plans[0], base_weights))
+    way = way_to(target, given.path / given.shards[0], base_weights)
+    check_space(target, bytes_added + least_base_bytes(given, plans[0], way))
     # reading the base takes longest, so all other checks come before
     hashes = _check_base(given, track)
     for name, extract in opened.items():

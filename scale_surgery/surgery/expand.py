@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, write_tensors
+from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, way_to, write_tensors
 from scale_surgery.checkpoint.folder import Checkpoint, read_rows
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -118,7 +118,11 @@ def expand(
         check_new_tokens(source.path, tokenizer, made.request.new_tokens, made.sizes.embedded, run)
     routing = routing_beside(given, len(expansions))
     base = base_in(given, made.request.name)
-    check_space(target, least_base_bytes(given, made, base_weights) + made.costs.bytes_added)
+    check_space(
+        target,
+        least_base_bytes(given, made, way_to(target, given.path / given.shards[0], base_weights))
+        + made.costs.bytes_added,
+    )
     if isinstance(given, Folder):
         refuse_damaged(given, track, is_trusted=run.trust_remote_code)
     state = {

@@ -43,7 +43,7 @@ from scale_surgery.folder.extract_folder import (
     name_in_extract,
 )
 from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
-from scale_surgery.folder.layout import Content, lay_out, make_index, needed_bytes, total_bytes
+from scale_surgery.folder.layout import Content, lay_out, make_index, room_for, total_bytes
 from scale_surgery.folder.record import Manifest, tool_versions
 from scale_surgery.folder.write import tokenizer_beside
 from scale_surgery.progress import Track, no_track
@@ -122,7 +122,7 @@ def extract(
     refuse_damaged(folder, track, content_problems(folder, files))
     licences = tuple(file for file in from_base if LICENCE.match(PurePosixPath(file).name))
     contents: dict[str, Content] = {name_in_extract(file): texts.get(file, path / file) for file in (*files, *licences)}
-    check_space(target, needed_bytes(contents, base_weights))
+    check_space(target, room_for(contents, target, base_weights))
     size = total_bytes(contents)
     record = ExtractRecord(
         format=EXTRACT_FORMAT,

@@ -21,7 +21,7 @@ from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.config import path_problems_of, with_router
 from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
-from scale_surgery.folder.layout import bytes_of, lay_out, needed_bytes, total_bytes
+from scale_surgery.folder.layout import bytes_of, lay_out, room_for, total_bytes
 from scale_surgery.folder.record import Manifest
 from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.folder.write import write_router
@@ -183,7 +183,7 @@ def _write(
     left = (*left_behind, CONFIG_FILE)
     files = {file: folder.path / file for file in (*folder.shards, *folder.side_files) if file not in left}
     check_target(target, [folder.path], overwrite=overwrite)
-    check_space(target, needed_bytes(files, base_weights))
+    check_space(target, room_for(files, target, base_weights))
     refuse_damaged(folder, track)
     state = {"route": with_router(folder.config, routing), "base_weights": base_weights}
     with staged(target, state, folder.stamps, overwrite=overwrite) as partial:

@@ -11,7 +11,7 @@ from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.names import EXTRACT_FILE
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.folder.layout import lay_out, needed_bytes, total_bytes
+from scale_surgery.folder.layout import lay_out, room_for, total_bytes
 from scale_surgery.folder.parts import base_contents
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.progress import Track, no_track
@@ -70,7 +70,7 @@ def strip(
     if missing:
         raise CheckpointError(*missing)
     contents = base_contents(path, manifest)
-    check_space(target, needed_bytes(contents, base_weights))
+    check_space(target, room_for(contents, target, base_weights))
     state = {
         "strip": {name: file.sha256 for name, file in manifest.base_files.items()},
         "base_weights": base_weights,

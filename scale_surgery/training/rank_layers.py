@@ -19,8 +19,9 @@ from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.fields import problems_of
-from scale_surgery.planning.base import check_is_base
+from scale_surgery.planning.base import Base, base_in, check_is_base
 from scale_surgery.planning.methods import complete
+from scale_surgery.planning.plan import plan_expansion
 from scale_surgery.planning.request import Request, check_is_request
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
@@ -127,9 +128,12 @@ def plan_candidates(
     choose_length(settings.sequence_length, {source.name: context_of(checkpoint.config)})
     plan = make_plan(checkpoint, request, name=source.name, revision=source.revision, run=run)
 
+    # read once, since many choices have a price
+    base = Base(base_in(checkpoint, request.name), plan.facts)
+
     def price(layers: Sequence[int]) -> int:
         wanted = replace(request, layers=",".join(map(str, layers)))
-        return make_plan(checkpoint, wanted, name=source.name, run=run).costs.parameters_added
+        return plan_expansion(base, wanted, name=source.name).costs.parameters_added
 
     budget = read_budget(settings.budget, plan.costs.parameters_before)
     check_budget(budget, plan.layers, price, settings.budget)

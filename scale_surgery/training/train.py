@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.expansions import BASE_NAME
+from scale_surgery.checkpoint.files import way_to
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.locks import locked
@@ -237,7 +238,8 @@ def _check_target(
             refuse_unfinished(target)
         texts = [*chain.from_iterable(files.values()), *filter(None, [settings.rehearsal_prompts])]
         check_target(target, [checkpoint.path, *paths_of(texts)], overwrite=start.overwrite)
-        copied = checkpoint.tensors.values() if start.base_weights == "copy" else ()
+        way = way_to(target, checkpoint.path / checkpoint.shards[0], start.base_weights)
+        copied = checkpoint.tensors.values() if way == "copy" else ()
         check_space(target, sum(info.bytes for info in copied))
     if target.resolve() == checkpoint.path.resolve():
         raise TrainingError(Problem("output-touches-input", target, input=checkpoint.path))

@@ -107,6 +107,17 @@ def test_what_cannot_be_had_offline(cached, repo, revision):
     assert "\n" not in problem.values["error"]
 
 
+def test_a_repository_that_is_there_in_part_says_what_is_missing(cached, tmp_path):
+    """Without a network; a plan of it reads headers from the Hub."""
+    weights = next(cached.glob("*.safetensors"))
+    weights.rename(tmp_path / "away")
+    try:
+        (problem,) = problems(open_model, "surgeons/tiny", error=CheckpointError)
+        assert problem.code == "shard-missing"
+    finally:
+        (tmp_path / "away").rename(weights)
+
+
 @pytest.mark.parametrize("name", ("nowhere", "./no/where", "a/b/c", "/no/where", "~/model", "../x", "org/"))
 def test_what_is_neither_a_folder_nor_a_repository(name):
     assert problems(find_source, name, error=CheckpointError) == [Problem("model-not-found", name)]

@@ -5,24 +5,29 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from scale_surgery.checkpoint import files
+from scale_surgery.checkpoint.file_stat import check_unchanged, take_stamps
 from scale_surgery.checkpoint.files import (
     UNFINISHED,
     finished_file,
     take_over,
     unfinished_prefix,
+    way_to,
     write_json,
     write_tensors,
     write_text,
 )
 from scale_surgery.checkpoint.locks import locked, locked_scratch
-from scale_surgery.checkpoint.staging import check_target, output_file_problems, staged, touches
+from scale_surgery.checkpoint.staging import check_space, check_target, output_file_problems, staged, touches
 from scale_surgery.errors import CheckpointError, Problem
 from tests.conftest import digests, problems, refused
 
@@ -276,6 +281,80 @@ def test_a_refusal_leaves_nothing(tmp_path):
             (partial / "file").write_text("x")
             raise CheckpointError(Problem("interrupted"))
         assert partial.exists() is (tmp_path / ".out.partial.json").exists() is keeps
+
+
+@pytest.mark.parametrize(
+    ("code", "stays"), (("out-of-memory", True), ("file-unreadable", True), ("file-changed", False))
+)
+def test_what_a_machine_refused_goes_on(tmp_path: Path, code: str, stays: bool) -> None:
+    """A model that did not fit on a device is whole on the disk: another device may measure it."""
+    with pytest.raises(CheckpointError), staged(tmp_path / "out", {}, overwrite=False) as partial:
+        (partial / "shard").write_text("x")
+        raise CheckpointError(Problem(code))
+    assert partial.exists() is stays
+    with staged(tmp_path / "out", {}, overwrite=False) as partial:
+        assert (partial / "shard").exists() is stays
+
+
+def test_a_disk_that_does_not_answer_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "shard").write_text("x")
+    stamps, stat = take_stamps([file]), Path.stat
+
+    def answer(error: OSError) -> Callable[..., os.stat_result]:
+        def asked(path: Path, **options: Any) -> os.stat_result:
+            if path == file:
+                raise error
+            return stat(path, **options)
+
+        return asked
+
+    for number, code in ((errno.ESTALE, "file-unreadable"), (errno.ENOENT, "file-changed")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", answer(OSError(number, os.strerror(number), str(file))))
+            assert [problem.code for problem in problems(check_unchanged, stamps, error=CheckpointError)] == [code]
+    check_unchanged(stamps)
+
+
+def test_room_is_counted_with_what_an_unfinished_run_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=10))
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    check_space(tmp_path / "out", 10)
+    with refused("output-without-space", tmp_path / "out", CheckpointError):
+        check_space(tmp_path / "out", 15)
+    (partial / "shard").write_bytes(b"12345")
+    check_space(tmp_path / "out", 15)
+    # bytes that another folder has, too, are not freed
+    os.link(partial / "shard", tmp_path / "shard")
+    with refused("output-without-space", tmp_path / "out", CheckpointError):
+        check_space(tmp_path / "out", 15)
+
+
+@pytest.mark.parametrize("shares", (True, False))
+def test_the_way_of_a_file_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
+    (source := tmp_path / "source").write_bytes(b"x")
+    monkeypatch.setattr(files, "_reflink", lambda source, file: shares)
+    target = tmp_path / "new" / "out"
+    assert way_to(target, source, "auto") == ("auto" if shares else "copy")
+    assert (way_to(target, source, "copy"), way_to(target, source, "link")) == ("copy", "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    elsewhere, stat = source.stat(), Path.stat
+    other = os.stat_result((*elsewhere[:2], elsewhere.st_dev + 1, *elsewhere[3:]))
+    monkeypatch.setattr(Path, "stat", lambda path, **options: other if path == source else stat(path, **options))
+    assert problems(way_to, target, source, "link", error=CheckpointError) == [
+        Problem("hard-link-failed", source, folder=tmp_path, error="Invalid cross-device link")
+    ]
+
+
+@pytest.mark.parametrize("error", (OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")))
+def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def acquire(lock: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with refused("disk-without-locks", tmp_path / "out", CheckpointError), locked(tmp_path / "out"):
+        pass
 
 
 def test_an_input_is_known_by_every_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
