@@ -111,7 +111,7 @@ def learn(made: Made, lesson: Lesson, rate: float, advance: Progress) -> list[fl
         for step in range(lesson.steps):
             started = time.perf_counter()
             loss = step_of(step)
-            torch.nn.utils.clip_grad_norm_(trained, lesson.settings.max_gradient_norm)
+            torch.nn.utils.clip_grad_norm_(trained, lesson.settings.max_gradient_norm or math.inf)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()

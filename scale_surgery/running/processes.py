@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 # one process may read or write while the others wait
-LONGEST_WAIT = timedelta(hours=6)
+LONGEST_WAIT = timedelta(days=7)
 
 
 def count_launched() -> int:

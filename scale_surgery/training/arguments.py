@@ -157,6 +157,8 @@ def make_arguments(
     # without a launcher, the Trainer would copy the model to each GPU that it sees (DataParallel). Copies have no new
     # blocks, and a step would read more sequences than the schedule says
     arguments._n_gpu = min(arguments.n_gpu, 1)
+    # a configuration of accelerate may name another precision, in which no record says that the run computed
+    arguments.mixed_precision = "bf16" if bf16 else "no"
     return arguments
 
 

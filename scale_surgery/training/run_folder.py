@@ -31,7 +31,7 @@ from scale_surgery.checkpoint.files import (
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.hashes import changed_tensors
 from scale_surgery.checkpoint.names import LOG_FILE, MANIFEST_FILE, SETTINGS_FILE, TRAINING_FOLDER
-from scale_surgery.checkpoint.staging import staged
+from scale_surgery.checkpoint.staging import staged, sync_folder
 from scale_surgery.errors import Problem, TrainingError
 from scale_surgery.folder.folder import Folder, open_folder
 from scale_surgery.folder.layout import lay_out, tensors_in, total_bytes
@@ -136,6 +136,8 @@ class TrainingRun:
 
     def publish(self, saved: Path, log: Log) -> None:
         """Make a checkpoint of the run the content of the folder."""
+        # torch writes without waiting for the disk, and the checkpoint before this one is removed below
+        sync_folder(saved)
         write_json(saved / COMPLETE_FILE, {"step": self.step_of(saved)})
         publish_tensors(self.target, self.name, saved / EXPANSION_FILE, f"step-{self.step_of(saved)}-", self.stored)
         self.write(log)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -225,7 +226,7 @@ def _check_ways(folder: Folder, settings: TrainingSettings, run: RunOptions) -> 
 
 def _check_target(
     target: Path,
-    checkpoint: Checkpoint,
+    checkpoint: Folder,
     files: Mapping[str, Sequence[str | Path]],
     settings: TrainingSettings,
     start: TrainingStart,
@@ -239,8 +240,10 @@ def _check_target(
         texts = [*chain.from_iterable(files.values()), *filter(None, [settings.rehearsal_prompts])]
         check_target(target, [checkpoint.path, *paths_of(texts)], overwrite=start.overwrite)
         way = way_to(target, checkpoint.path / checkpoint.shards[0], start.base_weights)
-        copied = checkpoint.tensors.values() if way == "copy" else ()
-        check_space(target, sum(info.bytes for info in copied))
+        copied = sum(info.bytes for info in checkpoint.tensors.values()) if way == "copy" else 0
+        # two checkpoints at a time, each with parameters and moments of AdamW in float32, and the new shards of both
+        costs = checkpoint.manifest.plan.costs
+        check_space(target, copied + 2 * (12 * costs.parameters_added + costs.bytes_added))
     if target.resolve() == checkpoint.path.resolve():
         raise TrainingError(Problem("output-touches-input", target, input=checkpoint.path))
 
@@ -248,11 +251,15 @@ def _check_target(
 def _join(run: RunOptions) -> PartialState:
     """Join the processes that train together; a single process if none was launched."""
     from accelerate import DistributedType, PartialState
+    from accelerate.utils import parse_flag_from_env
 
     # the other processes wait while the first one hashes and copies the base
     processes = PartialState(cpu=is_cpu(run), timeout=LONGEST_WAIT)
     if processes.distributed_type == DistributedType.DEEPSPEED:
         raise TrainingError(Problem("deepspeed-unsupported"))
+    # as accelerate reads them
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise TrainingError(Problem("fsdp-outdated"))
     return processes
 
 

@@ -38,6 +38,8 @@ from scale_surgery.training.settings import SAMPLE
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
 # infix in the names of modules with gradient checkpointing
 WRAPPED = "_checkpoint_wrapped_module."
+# end of the key of a measured loss in the log
+NATS = "_nats_per_token"
 # name of each text's change against the base, with its sign in the log
 CHANGES = {"old": ("forgetting", 1), "new": ("learning", -1)}
 TEXTS = {"old": "the old text", "new": "the new text", SAMPLE: "the texts to learn"}
@@ -47,6 +49,21 @@ def full_tensor(parameter: Tensor) -> Tensor:
     """Return a parameter as one tensor, gathered from all processes if it is sharded."""
     whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach()
+
+
+def reshard(model: Any) -> None:
+    """Shard a model of FSDP2 again: after a measurement some units are whole, in the dtype of the computation."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_tensors(model: Any) -> dict[str, Tensor]:
+    """Return the tensors of the expansion by name, as they train."""
+    reshard(model)
+    return {part.name.replace(WRAPPED, ""): full_tensor(part.parameter) for part in expansion_parts(model)}
 
 
 class ExpansionTrainer(Trainer):
@@ -131,8 +148,7 @@ class ExpansionTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the expansion tensors; every process takes part, because a tensor may be sharded over them."""
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        tensors = {part.name.replace(WRAPPED, ""): full_tensor(part.parameter) for part in expansion_parts(model)}
+        tensors = whole_tensors(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
         spoiled = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if spoiled:
             target = Path(str(self.args.output_dir)).parent
@@ -156,6 +172,9 @@ class ExpansionTrainer(Trainer):
         self._load_from_checkpoint(str(checkpoint))
         with reading_state(checkpoint):
             self.state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
+        # what was measured at this step is in the log
+        measured = [entry["step"] for entry in self.state.log_history if any(name.endswith(NATS) for name in entry)]
+        self.measured_at = int(measured[-1]) if measured else None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save optimizer and schedule; with FSDP the Trainer's method would write the whole model, base included."""
@@ -243,12 +262,8 @@ def load_whole(model: Any, tensors: Mapping[str, Tensor]) -> None:
 def whole_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of an optimizer, gathered on the CPU of the first process if parameters are sharded."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-    from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        # after a measurement some units are still unsharded, and their tensors are not the optimizer's
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)  # tensors of whole units are not the optimizer's
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoTokenizer
 
 from scale_surgery import Request, RunOptions, TrainingError, TrainingSettings, TrainingStart, expand, strip, train
@@ -18,10 +22,14 @@ from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.running.device import has_bfloat16
+from scale_surgery.running.freeze import expansion_parts
+from scale_surgery.running.loss import measure
+from scale_surgery.text.sequences import Sequences
 from scale_surgery.training import arguments
-from scale_surgery.training.arguments import choose_precision
+from scale_surgery.training.arguments import choose_precision, make_arguments
 from scale_surgery.training.load_model import load_to_train
-from tests.conftest import digests, refused
+from scale_surgery.training.trainer import full_tensor, whole_tensors
+from tests.conftest import digests, problems, refused
 from tests.tiny import save_tiny
 from tests.training.test_train import stopping_at, write_lines
 
@@ -122,3 +130,57 @@ def test_a_run_goes_on_in_the_precision_in_which_it_began(
     monkeypatch.setattr(arguments, "has_bfloat16", lambda device: True)
     assert train(place / "wide", data, output, SETTINGS, start=start, run=CPU).steps == 2
     assert json.loads((output / "training" / "settings.json").read_text())["precision"]["bf16"] is True
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_configuration_of_accelerate_does_not_overrule(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bf16: bool
+) -> None:
+    """Its file names a precision for whatever it launches; the record says what was chosen here."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    settings = replace(SETTINGS, learning_rate=1e-3)
+    made = make_arguments(settings, tmp_path / "run" / "training", 2, CPU, bf16=bf16, is_measured=False)
+    assert made.mixed_precision == ("bf16" if bf16 else "no")
+
+
+def test_fsdp_of_version_1_is_refused_before_anything_is_read(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.delenv("FSDP_VERSION", raising=False)
+    (found,) = problems(train, place / "wide", [place / "new.jsonl"], tmp_path / "out", SETTINGS, run=CPU)
+    assert found.code == "fsdp-outdated"
+    assert not (tmp_path / "out").exists()
+
+
+def print_dtypes_of_units(wide: str) -> None:
+    """Print the dtypes of trained tensors that units of FSDP2 hold after a measurement, and of those that are saved."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = load_to_train(open_folder(Path(wide)).one(None), SETTINGS, CPU)
+    options = {
+        "mesh": torch.distributed.init_device_mesh("cpu", (1,)),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    }
+    # as accelerate does it
+    for layer in model.model.layers:
+        fully_shard(layer, reshard_after_forward=True, **options)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+    ids = torch.randint(3, 50, (32,), dtype=torch.int32)
+    measure(model, Sequences(ids, ids, (0, 16, 32)), 2)
+    held = {str(full_tensor(part.parameter).dtype) for part in expansion_parts(model)}
+    saved = {str(tensor.dtype) for tensor in whole_tensors(model).values()}
+    print(json.dumps([sorted(held), sorted(saved)]))
+    torch.distributed.destroy_process_group()
+
+
+def test_what_fsdp2_holds_after_a_measurement_is_saved_as_it_trains(place: Path) -> None:
+    """Units that stay whole hold the dtype of the computation; a checkpoint of it would be rounded."""
+    line = f"from {__name__} import print_dtypes_of_units; print_dtypes_of_units({str(place / 'wide')!r})"
+    words = [sys.executable, "-c", line]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    held, saved = json.loads(done.stdout.splitlines()[-1])
+    assert held == ["torch.bfloat16", "torch.float32"], "the control"
+    assert saved == ["torch.float32"]
