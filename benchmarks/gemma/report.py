@@ -19,7 +19,7 @@ from benchmarks.harness import Records
 RECORDS = Path(__file__).with_name("runs.jsonl")
 BASE, SAMPLED = "base", "base, sampled"
 # columns of the table in docs/results.md
-EXCERPT = ("method", "own samples", "rate", "trained", "people", "Korean", "English", "kept", "s")
+EXCERPT = ("method", "own samples", "rate", "seed", "trained", "people", "Korean", "English", "kept", "s")
 # okabe and ito, and a shape for each
 STYLES = {
     "full": ("#000000", "o"),
@@ -61,8 +61,8 @@ def lines(runs: Iterable[Run]) -> list[Line]:
             run.parameters > 0,
             not run.key.rehearses,
             order.index(run.key.method),
-            run.key.seed,
             -run.key.rate,
+            run.key.seed,
         ),
     )
     return [
@@ -91,6 +91,7 @@ def _cells(line: Line) -> dict[str, str]:
         "method": line.name,
         "own samples": "" if is_base else "yes" if run.key.rehearses else "no",
         "rate": "" if is_base else f"{run.key.rate:g}",
+        "seed": "" if is_base else f"{run.key.seed}",
         "trained": "" if is_base else f"{run.parameters / 1e6:.1f} M",
         "people": f"{100 * scores.people:.0f}",
         "Korean": f"{scores.second:.2f}",
@@ -103,31 +104,33 @@ def _cells(line: Line) -> dict[str, str]:
 
 
 def draw(found: list[Line], file: Path) -> None:
-    """Draw what is known of new people over what is lost of old abilities, a line through the rates of each method."""
+    """Draw what is known of new people over what is lost, a line through the rates of each method in its first seed."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from benchmarks.biography.figures import DOTS_PER_INCH, STYLE
 
     bases = {line.name: line for line in found if not line.run.parameters}
-    rows: dict[tuple[str, bool, bool], list[Line]] = defaultdict(list)
+    rows: dict[tuple[str, bool, bool, int], list[Line]] = defaultdict(list)
     for line in found:
         if line.run.parameters:
-            rows[line.run.key.method, line.run.key.rehearses, line.is_routed].append(line)
+            rows[line.run.key.method, line.run.key.rehearses, line.is_routed, line.run.key.seed].append(line)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.2, 3.8), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
-        for (method, rehearses, is_routed), some in rows.items():
+        for (method, rehearses, is_routed, seed), some in rows.items():
             colour, marker = STYLES[method]
             some = sorted(some, key=lambda line: line.run.key.rate)
+            title = method + (", routed" if is_routed else ", own samples" if rehearses else "")
             look = {
                 "color": colour,
                 "marker": "*" if is_routed else marker,
                 "markersize": 11 if is_routed else 6,
                 "markerfacecolor": colour if rehearses or is_routed else "white",
-                "linestyle": "-" if rehearses else ":",
+                # of a second seed, there is one rate
+                "linestyle": "none" if seed else "-" if rehearses else ":",
                 "linewidth": 1,
-                "label": method + (", routed" if is_routed else ", own samples" if rehearses else ""),
+                "label": None if seed else title,
             }
             people = [100 * line.scores.people for line in some]
             left.plot([100 * (1 - line.kept) for line in some], people, **look)
