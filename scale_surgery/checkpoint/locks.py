@@ -26,9 +26,6 @@ from scale_surgery.errors import CheckpointError, Problem
 # errors of file systems that lock nothing
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
-# errors of file systems that lock nothing
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-
 
 def link_problems(*places: Path) -> list[Problem]:
     """Names that this program needs and that are symbolic links, which it never makes."""

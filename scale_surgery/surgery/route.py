@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import ROUTER_KEY
-from scale_surgery.checkpoint.files import BaseWeights, way_to, write_text
+from scale_surgery.checkpoint.files import BaseWeights, write_text
 from scale_surgery.checkpoint.folder import read_text
 from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY

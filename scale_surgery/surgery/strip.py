@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import BaseWeights, way_to
+from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.checkpoint.forms import refuse_extract
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.names import EXTRACT_FILE

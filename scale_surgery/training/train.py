@@ -26,7 +26,6 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import SAMPLES_FILE, TRAINING_FOLDER
-from scale_surgery.checkpoint.files import way_to
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.checkpoint.trainer_files import chat_template
 from scale_surgery.errors import CheckpointError, Problem, TrainingError
