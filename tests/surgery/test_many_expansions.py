@@ -155,7 +155,7 @@ def test_choices_that_make_no_sense_are_refused(llama):
     cache = model(ids, use_cache=True).cache
     with model.use_expansion("medicine"):
         assert refusal(model, ids, cache=cache, error=ValueError).startswith(
-            "The KV cache holds 4 tokens that were not read under this choice and strength of expansions (medicine), expected a"
+            "The KV cache holds 4 tokens that were not read under this choice and strength of expansions (medicine), "
         )
     for name in ("load_adapter", "add_adapter", "set_adapter", "delete_adapter", "disable_adapters"):
         assert refusal(getattr(model, name), "law", error=NotImplementedError).startswith(
