@@ -36,7 +36,16 @@ from scale_surgery.folder.config import (
     written_config,
 )
 from scale_surgery.folder.folder import Folder, with_record
-from scale_surgery.folder.layout import Content, bytes_of, lay_out, make_index, needed_bytes, tensors_in, total_bytes
+from scale_surgery.folder.layout import (
+    Content,
+    bytes_of,
+    lay_out,
+    make_index,
+    needed_bytes,
+    room_for,
+    tensors_in,
+    total_bytes,
+)
 from scale_surgery.folder.record import BaseFile, ExpansionRecord, Manifest, base_tensors, tool_versions
 from scale_surgery.folder.renumbered import hash_stored, renumbered_shards, stored_shards
 from scale_surgery.modeling.expanded_routers import Router
@@ -92,11 +101,11 @@ def tool_on(run: RunOptions) -> dict[str, str]:
     return tool_versions() | {"device": run.device}
 
 
-def least_base_bytes(given: Checkpoint, plan: Plan, how: BaseWeights) -> int:
-    """Bytes that the shards of a base, or of the base in a folder, need on disk for sure."""
+def room_for_base(given: Checkpoint, plan: Plan, target: Path, how: BaseWeights) -> int:
+    """Bytes that the shards of a base, or of the base in a folder, need on the disk of a new folder; see `room_for`."""
     if isinstance(given, Folder):
-        return needed_bytes({shard: given.path / shard for shard in given.base_shards}, how)
-    return needed_bytes(stored_shards(given, plan.numbering), how)
+        return room_for({shard: given.path / shard for shard in given.base_shards}, target, how)
+    return room_for(stored_shards(given, plan.numbering), target, how)
 
 
 def write_folder(

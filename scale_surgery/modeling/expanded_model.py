@@ -401,10 +401,13 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             choice, read = self.choice_of_rows(rows), embedded if ids is None else ids
             if read is not None and len(rows) != len(read):
                 raise number_of_names(len(rows), len(read))
-            with self.use_choice(choice):
-                return self._run(inputs)
+            context = self._context(choice)
+        else:
+            context = self.active.now()
+        if self._base_learns(inputs):
+            context = context._replace(paths=self.find_paths(context.paths.paths, base_learns=True))
         # this forward keeps its context even if another thread chooses for the model meanwhile
-        with self.active.within(self.active.now()):
+        with self.active.within(context):
             return self._run(inputs)
 
     def _base_learns(self, inputs: dict[str, Any]) -> bool:
@@ -417,14 +420,6 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         return any(weight.requires_grad for name, weight in self.named_parameters() if ".expansions." not in name)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
-        context = self.active.now()
-        if self._base_learns(inputs):
-            paths = self.find_paths(context.paths.paths, base_learns=True)
-            with self.active.within(context._replace(paths=paths)):
-                return self._run_now(inputs)
-        return self._run_now(inputs)
-
-    def _run_now(self, inputs: dict[str, Any]) -> Any:
         choice, cache = self.choice, find_cache(inputs)
         key = (*choice.key, tuple(sorted(self.strengths.items())))
         check_cache(cache, choice, key)

@@ -688,11 +688,11 @@ def find_cuts(mask: Any, past: int, length: int) -> Tensor | None:
     Returns:
         (b or 1, t), bool; None without such a mask.
     """
-    cuts = []
-    for each in mask.values() if isinstance(mask, dict) else [mask]:
-        if each is None and isinstance(mask, dict):
-            cuts.append(torch.zeros(1, length, dtype=torch.bool))  # the usual causal mask
-        elif isinstance(each, Tensor) and each.dim() == 4 and each.shape[-1] >= past + length:
+    masks, cuts = list(mask.values()) if isinstance(mask, dict) else [mask], []
+    if isinstance(mask, dict) and any(each is None for each in masks):
+        return torch.zeros(1, length, dtype=torch.bool)  # the usual causal mask sees all
+    for each in masks:
+        if isinstance(each, Tensor) and each.dim() == 4 and each.shape[-1] >= past + length:
             is_seen = (each > HIDDEN if each.is_floating_point() else each != 0).any(1)
             itself = is_seen.diagonal(past, -2, -1)[:, :length]
             before = is_seen.diagonal(past - 1, -2, -1)[:, :length]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from scale_surgery.checkpoint.files import BaseWeights, way_to, write_text
+from scale_surgery.checkpoint.files import BaseWeights, write_text
 from scale_surgery.checkpoint.folder import Checkpoint, name_tensors
 from scale_surgery.checkpoint.forms import form_of
 from scale_surgery.checkpoint.hashes import changed_tensors
@@ -27,7 +27,7 @@ from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.folder import open_folder, refuse_fused, refuse_linked
 from scale_surgery.folder.layout import Shard, lay_out, total_bytes
 from scale_surgery.folder.record import ExpansionRecord, tool_versions
-from scale_surgery.folder.write import least_base_bytes, write_folder
+from scale_surgery.folder.write import room_for_base, write_folder
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.matching import Match
 from scale_surgery.surgery.saved import (
@@ -123,8 +123,8 @@ def adopt(
     compared = compare_base(given, trained, match, track)
     other_settings, other_computation = compare_settings(given, trained)
     refuse_damaged(folder, track)
-    way = way_to(target, folder.path / folder.shards[0], base_weights)
-    check_space(target, trained.bytes_added + least_base_bytes(folder, manifest.first_plan, way))
+    room = room_for_base(folder, manifest.first_plan, target, base_weights)
+    check_space(target, trained.bytes_added + room)
     state = {
         "adopt": [plan.to_json() for plan in manifest.plans.values()],
         "base": manifest.base_hashes,

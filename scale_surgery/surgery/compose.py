@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.expansions import DEFAULT_NAME, renamed
-from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, way_to
+from scale_surgery.checkpoint.files import BaseWeights, check_base_weights
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.names import MANIFEST_FILE
@@ -30,7 +30,7 @@ from scale_surgery.folder.layout import Content, Headed, lay_out, total_bytes
 from scale_surgery.folder.record import ExpansionRecord, read_manifest
 from scale_surgery.folder.renumbered import aligned_header
 from scale_surgery.folder.routers import router_for
-from scale_surgery.folder.write import EXTENDED, least_base_bytes, write_folder
+from scale_surgery.folder.write import EXTENDED, room_for_base, write_folder
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.base import Base, base_alone
 from scale_surgery.planning.methods import refuse
@@ -117,8 +117,7 @@ def compose(
     asked = None if routing is None else router_for(routing, len(expansions))
     routing = routing_beside(given, len(expansions), asked)
     bytes_added = sum(plan.costs.bytes_added for plan in plans)
-    way = way_to(target, given.path / given.shards[0], base_weights)
-    check_space(target, bytes_added + least_base_bytes(given, plans[0], way))
+    check_space(target, bytes_added + room_for_base(given, plans[0], target, base_weights))
     # reading the base takes longest, so all other checks come before
     hashes = _check_base(given, track)
     for name, extract in opened.items():

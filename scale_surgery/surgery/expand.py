@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, way_to, write_tensors
+from scale_surgery.checkpoint.files import BaseWeights, check_base_weights, write_tensors
 from scale_surgery.checkpoint.folder import Checkpoint, read_rows
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -19,7 +19,7 @@ from scale_surgery.errors import counted
 from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.folder import Folder, named_base, open_given, refuse_linked
 from scale_surgery.folder.record import ExpansionRecord
-from scale_surgery.folder.write import least_base_bytes, tool_on, write_folder
+from scale_surgery.folder.write import room_for_base, tool_on, write_folder
 from scale_surgery.planning.base import base_in, remarks_on
 from scale_surgery.planning.plan import Plan, check_fits
 from scale_surgery.planning.request import Request
@@ -118,11 +118,7 @@ def expand(
         check_new_tokens(source.path, tokenizer, made.request.new_tokens, made.sizes.embedded, run)
     routing = routing_beside(given, len(expansions))
     base = base_in(given, made.request.name)
-    check_space(
-        target,
-        least_base_bytes(given, made, way_to(target, given.path / given.shards[0], base_weights))
-        + made.costs.bytes_added,
-    )
+    check_space(target, room_for_base(given, made, target, base_weights) + made.costs.bytes_added)
     if isinstance(given, Folder):
         refuse_damaged(given, track, is_trusted=run.trust_remote_code)
     state = {

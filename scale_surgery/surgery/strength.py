@@ -19,7 +19,7 @@ from scale_surgery.checkpoint.staging import check_space
 from scale_surgery.errors import PlanError
 from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.folder import Folder
-from scale_surgery.folder.layout import Content, Shard, lay_out, needed_bytes, total_bytes
+from scale_surgery.folder.layout import Content, Shard, lay_out, room_for, total_bytes
 from scale_surgery.folder.record import ExpansionRecord
 from scale_surgery.folder.write import write_record
 from scale_surgery.planning.plan import Plan
@@ -48,7 +48,7 @@ def write_scaled(folder: Folder, target: Path, strength: float, track: Track, *,
     shards = {folder.tensors[name].file for name in names}
     contents: dict[str, Content] = {file: folder.path / file for file in (*folder.shards, *folder.side_files)}
     contents |= {shard: _scaled_shard(folder, shard, names, strength) for shard in shards}
-    check_space(target, needed_bytes(contents, HOW))
+    check_space(target, room_for(contents, target, HOW))
     target.mkdir()
     with track("scaled tensors", total_bytes(contents)) as advance:
         lay_out(contents, target, HOW, advance)

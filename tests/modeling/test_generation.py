@@ -389,7 +389,8 @@ def test_a_mask_of_pairs_of_tokens_begins_texts(model_of: Callable[..., Any], ru
         assert torch.equal(cuts, expanded_routing.find_cuts(seen, 0, ids.shape[1]))
         mask = seen
     if form == "dict of none":
-        assert not expanded_routing.find_cuts({"full_attention": None}, 0, 5).any()
+        for masks in ({"full_attention": None}, {"sliding_attention": seen, "full_attention": None}):
+            assert not expanded_routing.find_cuts(masks, 0, ids.shape[1]).any()
     assert_close(logits(model, {"input_ids": ids}, attention_mask=mask)[:, hidden:], wanted)
     # as one text, they are read otherwise
     whole = logits(model, {"input_ids": ids[:, hidden:]})
