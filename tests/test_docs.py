@@ -216,7 +216,7 @@ def without_chance(text: str) -> list[str]:
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE", " ".join(text.split()))
     text = re.sub(r"(?<=steps )(.*?) in [\w ]+? trained", r"\1 in SECONDS trained", text)
     text = re.sub(r"(forgetting|learning|accuracy|loss|text) [+-]?[\d.]+%?", r"\1 NUMBER", text)
-    text = re.sub(r"; rounding of logits may add up to [\d.e-]+", "", text)
+    text = re.sub(r", NUMBER before logits are rounded", "", text)
     measured = "differ by|drift|KL divergence|agreement|lowest cosine|of the largest"
     return re.sub(rf"({measured}) [\d.e%-]+", r"\1 NUMBER", text).split()
 

@@ -171,6 +171,8 @@ def _begun(folder: Path, new: Comparison) -> Comparison:
         before = read_record(read_json(folder / RECORD), Comparison)
     except ValueError as error:
         raise CheckpointError(Problem("comparison-unfit", folder / RECORD, *problems_of(error))) from error
+    if before == replace(before, base=None, tries=(), rows=(), refused=()) and not (folder / FOLDERS["new"]).exists():
+        return new  # it ended before its text was held out, perhaps since there was too little
     if not new.continues(before):
         raise CheckpointError(Problem("comparison-of-other-settings", folder))
     return replace(before, settings=new.settings, refused=tuple(one for one in before.refused if one.is_lasting))

@@ -66,7 +66,7 @@ class Place:
         config = self.checkpoint.config
         rows = (config if "vocab_size" in config else config.get("text_config") or {}).get("vocab_size")
         shapes = (info.shape for info in self.checkpoint.tensors.values())
-        return sum(math.prod(shape) for shape in shapes if shape[0] == rows)
+        return sum(math.prod(shape) for shape in shapes if tuple(shape[:1]) == (rows,))
 
     def served_bytes(self, model: Any) -> int:
         """Return the bytes of a model's weights, stored as those of the base are."""

@@ -122,7 +122,7 @@ def read_texts(place: Place) -> Texts:
     few = max(FEWEST_MEASURED, math.ceil(steps_of_try * rows * length * TRY_MEASURED))
     held_out = dict[tuple[str, str], Sequences]()
     for side in FOLDERS:
-        every = stride(read(side, CALIBRATE), length, step, start)
+        every = without_unscored(stride(read(side, CALIBRATE), length, step, start))
         held_out[side, CALIBRATE] = every.some(math.ceil(len(every) * few / every.tokens))
         held_out[side, MEASURE] = stride(read(side, MEASURE), length, step, start)
     return Texts(tokenizer, training, trying, to_learn, held_out, steps, steps_of_try)

@@ -212,13 +212,13 @@ def sequences_of(
     subject: Subject, tokenizer: Any, documents: Mapping[str, Sequence[Document]], length: int, step: int
 ) -> dict[str, Sequences]:
     """Return windows of documents in the tokens of a model's tokenizer, or of its base's."""
-    from scale_surgery.text.tokenizing import start_tokens, stride, tokenize
+    from scale_surgery.text.tokenizing import start_tokens, stride, token_before, tokenize
 
-    texts = {}
+    texts, before = {}, token_before(subject.tokenizer, subject.base_tokenizer)
     for side, some in documents.items():
         if not some:
             continue
-        windows = stride(tokenize(some, tokenizer), length, step, start_tokens(tokenizer))
+        windows = stride(tokenize(some, tokenizer, before=before), length, step, start_tokens(tokenizer))
         check_token_ids(subject.name, windows.highest, subject.vocabulary, f"the {side} text")
         if not windows.scored:
             raise DataError(Problem("side-unpredicted", f"--{side}", model=subject.name))

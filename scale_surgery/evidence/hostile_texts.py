@@ -75,13 +75,24 @@ def _write(model: Any, begun: Tensor, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def excess(model: Any, texts: HostileTexts, device: str) -> Iterator[tuple[str, float]]:
-    """Generate the loss of the mixture on each text, in nats above the base, or above the best of several paths."""
+def excess(model: Any, texts: HostileTexts, device: str) -> Iterator[tuple[str, float, float]]:
+    """Generate the loss of the mixture on each text, in nats above the base, or above the best of several paths.
+
+    It is that of the logits, and that of the router's own float32 numbers, before they are rounded to logits.
+    """
     ids, mask = texts.ids.to(device), texts.mask.to(device)
     paths = model.path_logits(ids, attention_mask=mask)
     best = torch.stack([_losses(logits, ids, mask) for logits in paths[: 1 if len(paths) == 2 else None]]).amin(0)
     lost = _losses(model(ids, attention_mask=mask, use_cache=False).logits, ids, mask) - best
-    yield from zip(texts.names, lost.tolist(), strict=True)
+    scores = model.score_tokens(ids, attention_mask=mask)
+    known = scores.base[..., None] if len(paths) == 2 else scores.sides
+    own = _sums(known, mask).amax(-1) - _sums(scores.routed[..., None], mask)[:, 0]
+    yield from zip(texts.names, lost.tolist(), own.tolist(), strict=True)
+
+
+def _sums(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return the sums over the tokens of each text (texts, k) of log-probabilities (texts, t - 1, k)."""
+    return log_probs.double().masked_fill(mask[:, :-1, None] == 0, 0).sum(1)
 
 
 def _losses(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:

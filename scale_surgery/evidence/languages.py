@@ -3,7 +3,8 @@
 The script of most letters tells Chinese, Japanese, Korean and Russian from each other and from Latin. It does not tell
 Russian from Ukrainian. Among six languages in Latin letters, frequent words decide: English, German, French, Spanish,
 Portuguese and Italian. A text with few of them, or in two of them, stays "Latin"; so does most text in another such
-language, but Romanian may count as Spanish. Code does not count: its words are English in any language.
+language, but Romanian may count as Spanish. A short text in Han letters alone stays "Han": it may be Japanese. Code
+does not count: its words are English in any language.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections import Counter
 
 # names of scripts as Unicode begins the names of their letters
 SCRIPTS = {"CJK": "Han", "HIRAGANA": "Japanese", "KATAKANA": "Japanese", "FULLWIDTH": "Latin"}
-LATIN = "Latin"
+LATIN, HAN = "Latin", "Han"
 # Japanese is mostly Han in some sentences; Chinese has no kana but in names
 KANA = 0.1
+# a text of so many Han letters without kana is Chinese
+CHINESE_LETTERS = 20
 # one letter may be a symbol in a formula
 FEWEST_LETTERS = 2
 WORDS = {
@@ -27,6 +30,8 @@ WORDS = {
     "Portuguese": "o os as e é uma um em que por com para não se do da no na dos como mais de ao são você esta ou seu",
     "Italian": "il lo gli e è una un in che per con non si del della di la le dei sono come più questa al ha nel o da",
 }
+# scripts that do not decide a language, and the languages that may be behind them
+UNDECIDED = {LATIN: {*WORDS}, HAN: {"Chinese", "Japanese"}}
 FREQUENT = {language: frozenset(words.split()) for language, words in WORDS.items()}
 CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]+`", re.DOTALL)
 WORD = re.compile(r"[^\W\d_]+")
@@ -37,24 +42,27 @@ FEWEST_HITS, AHEAD = 3, 1.3
 def language_of(text: str) -> str:
     """Return the name of a language, or of a script that does not decide it; empty without letters outside code."""
     text = CODE.sub(" ", text)
-    letters = Counter(_script(letter) for letter in text if letter.isalpha())
+    letters = Counter(script_of(letter) for letter in text if letter.isalpha())
     if letters.total() < FEWEST_LETTERS:
         return ""
-    if letters["Japanese"] > KANA * (letters["Han"] + letters["Japanese"]):
-        letters["Japanese"] += letters.pop("Han", 0)
+    if letters["Japanese"] > KANA * (letters[HAN] + letters["Japanese"]):
+        letters["Japanese"] += letters.pop(HAN, 0)
     script = max(letters, key=lambda name: letters[name])
+    if script == HAN and letters[HAN] >= CHINESE_LETTERS:
+        return "Chinese"
     return _by_words(text) if script == LATIN else script
 
 
 def are_different(one: str, other: str) -> bool | None:
     """Return if two texts are in two languages, given what `language_of` says of each; None if that is open."""
-    # a short text in Latin letters may be in any of their languages
-    if not one or not other or (LATIN in (one, other) and {one, other} <= {LATIN, *WORDS}):
+    pair = {one, other}
+    if "" in pair or any(script in pair and pair <= {script, *languages} for script, languages in UNDECIDED.items()):
         return None
     return one != other
 
 
-def _script(letter: str) -> str:
+def script_of(letter: str) -> str:
+    """Return the name of a letter's script."""
     first = unicodedata.name(letter, "UNKNOWN").split()[0]
     return SCRIPTS.get(first, first.capitalize())
 

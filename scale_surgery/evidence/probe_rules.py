@@ -1,7 +1,8 @@
 """Rules that judge the answer to a probe.
 
 exact   the answer, without blanks around it, begins with the right one, which does not end inside a word or number: "4"
-        does not begin "4.5", "4/5" or "4th"
+        does not begin "4.5", "4/5" or "4th". In scripts that put no space before what follows a word, any text may
+        follow
 number  the first number in the answer equals the right one: "1,024" equals 1024.0
 python  prompt, answer and test run without an error in a process of its own
 """
@@ -15,14 +16,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import unicodedata
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
+from scale_surgery.evidence.languages import script_of
+
 SIGN, WHOLE = r"(?:(?<![\w.])[-+−])?", r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = re.compile(rf"{SIGN}(?:{WHOLE}(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 # what goes on with a word, and with a number
-REST_OF_WORD, REST_OF_NUMBER = re.compile(r"\w|[-'’]\w"), re.compile(r"\w|[.,:/]\d")
+REST_OF_WORD, REST_OF_NUMBER = re.compile(r"[-'’]?\w"), re.compile(r"\w|[.,:/]\d")
+# scripts without spaces between words, or, in Hangul, between a word and its particle
+UNSPACED = {"Han", "Ideographic", "Japanese", "Hangul", "Thai", "Lao", "Khmer", "Myanmar"}
 # bytes of the address space, and of a written file
 LIMITS = {"RLIMIT_AS": 4 * 1024**3, "RLIMIT_FSIZE": 64 * 1024**2}
 # limits for the code and its children, on systems that have them; prompts may begin with `from __future__`, so the code
@@ -48,11 +54,17 @@ open("{passed}", "x").close()
 
 def is_exact(answer: str, right: str) -> bool:
     """Return True if an answer begins with the right one."""
-    answer, right = answer.strip(), right.strip()
-    if not right[-1:].isalnum():
+    answer, right = (unicodedata.normalize("NFC", text.strip()) for text in (answer, right))
+    last, rest = right[-1:], answer[len(right) :]
+    if not answer.startswith(right) or not _is_letter(last) or script_of(last) in UNSPACED:
         return answer.startswith(right)
-    rest = REST_OF_NUMBER if right[-1].isdigit() else REST_OF_WORD
-    return answer.startswith(right) and not rest.match(answer, len(right))
+    goes_on = REST_OF_NUMBER if last.isdigit() else REST_OF_WORD
+    return not (goes_on.match(rest) or _is_letter(rest[:1]))
+
+
+def _is_letter(text: str) -> bool:
+    """Return True for a letter, a digit, or a mark that belongs to a letter, such as a vowel sign."""
+    return text.isalnum() or (text != "" and unicodedata.category(text).startswith("M"))
 
 
 def is_number(answer: str, right: str) -> bool:

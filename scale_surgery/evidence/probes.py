@@ -98,6 +98,9 @@ class MixtureLoss:
             the best path, in nats.
         worst: Name of that text.
         rounding: Loss that rounding of the logits can explain, in nats.
+        own_excess: Largest such loss by the router's own float32 numbers, before they are rounded to logits.
+        own_worst: Name of that text.
+        own_rounding: Loss that rounding in float32 can explain, in nats.
     """
 
     texts: int
@@ -105,6 +108,9 @@ class MixtureLoss:
     excess: float
     worst: str
     rounding: float
+    own_excess: float
+    own_worst: str
+    own_rounding: float
 
 
 @dataclass(frozen=True)
@@ -222,13 +228,13 @@ def probe(
             paths, mixture, kept_state = list[PathNumbers](), None, None
             if names:
                 beside = _beside(model, batch, sizes, run.device)
-                rounding = float(stock.logits[real].abs().max()) * torch.finfo(stock.logits.dtype).eps
+                largest = stock.logits[real].abs().max()
                 for name, path_alone, path_beside in zip((None, *names), alone, beside, strict=True):
                     with model.use_expansion(name):
                         by_name = run_path(model, batch, sizes, probes.max_new_tokens, run.device)
                     paths.append(compare_path(name or BASE_NAME, path_alone, by_name, path_beside))
                     advance(1)
-                mixture = measure_mixture(model, batch, run.device, rounding, write=bool(probes.max_new_tokens))
+                mixture = measure_mixture(model, batch, run.device, largest, write=bool(probes.max_new_tokens))
                 kept_state = measure_kept_state(model, batch.two(), run.device, mixture.rounding)
                 advance(1)
     return Numbers(
@@ -397,15 +403,24 @@ def compare_path(name: str, alone: PathRun, chosen: PathRun, beside: Tensor) -> 
     )
 
 
-def measure_mixture(model: Any, batch: Batch, device: str, rounding: float, *, write: bool) -> MixtureLoss:
-    """Measure the loss of a router's mixture on prompts, and on texts that the paths write."""
+def measure_mixture(model: Any, batch: Batch, device: str, largest: Tensor, *, write: bool) -> MixtureLoss:
+    """Measure the loss of a router's mixture on prompts, and on texts that the paths write.
+
+    `largest` is the largest of the base's logits, in their dtype.
+    """
     texts = [prompt_texts(batch), *hostile_texts(model, batch, device, write=write)]
-    losses = {name: loss for text in texts for name, loss in excess(model, text, device)}
+    names, *losses = zip(*(loss for text in texts for loss in excess(model, text, device)), strict=True)
     # NaN is the worst, but Python's max does not return it
-    worst = max(losses, key=lambda name: math.inf if math.isnan(losses[name]) else losses[name])
+    (most, worst), (own_most, own_worst) = (
+        max(zip(some, names, strict=True), key=lambda loss: math.inf if math.isnan(loss[0]) else loss[0])
+        for some in losses
+    )
     longest = max(text.ids.shape[1] for text in texts)
     # rounding errors have random signs, so they grow with the square root of the length
-    return MixtureLoss(len(losses), longest, losses[worst], worst, 4 * rounding * math.sqrt(longest))
+    rounding, own_rounding = (
+        4 * float(largest) * torch.finfo(dtype).eps * math.sqrt(longest) for dtype in (largest.dtype, torch.float32)
+    )
+    return MixtureLoss(len(names), longest, most, worst, rounding, own_most, own_worst, own_rounding)
 
 
 def _compare_layer(layer: int, before: Tensor, after: Tensor) -> Layer:

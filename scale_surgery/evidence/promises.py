@@ -266,12 +266,18 @@ def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tu
         best = "the base" if count == 1 else "its best path"
         lose, bests = ("lose", best.replace("its", "their")) if mixture.texts > 1 else ("loses", best)
         evidence += f"; {counted(mixture.texts, 'text')} {lose} at most {max(mixture.excess, 0.0):.3g} against {bests}"
-        evidence += f"; rounding of logits may add up to {mixture.rounding:.2g}" if mixture.excess > bound else ""
-        most = bound + each * mixture.longest + mixture.rounding
-        if not mixture.excess <= most:
-            problems.append(
-                f"a text ({mixture.worst}) loses {mixture.excess:.3g} nats against {best}, expected at most {most:.3g}."
-            )
+        if mixture.excess > bound:
+            evidence += f", {max(mixture.own_excess, 0.0):.3g} before logits are rounded"
+        most = bound + each * mixture.longest
+        for text, excess, rounding, of in (
+            (mixture.own_worst, mixture.own_excess, mixture.own_rounding, " by the router's own numbers"),
+            (mixture.worst, mixture.excess, mixture.rounding, ""),
+        ):
+            if not excess <= most + rounding:
+                problems.append(
+                    f"a text ({text}) loses {excess:.3g} nats against {best}{of}, expected at most "
+                    f"{most + rounding:.3g}."
+                )
         problems += [line for path in numbers.paths for line in path.problems]
     # no path of a fused model can be run, so the loss of its mixture is unknown
     return Promise(name, not each, _holds(problems, mixture), evidence, tuple(problems))

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from .configuration_scale import find_stock_class
-from .expanded_releases import ADDED_AFTER, ADDED_BEFORE, NO_WEIGHTS, warn_of_new_release
+from .expanded_releases import ADDED_AFTER, ADDED_BEFORE, NO_WEIGHTS, warn, warn_of_new_release
 
 # tensors that an error names
 MOST_NAMED = 5
@@ -255,6 +256,11 @@ def through_gate(module: Any, base: Tensor, up: Tensor, values: Tensor) -> Tenso
     scores = gate_scores(gate, base, up)
     if getattr(module, "keeps_scores", False):
         vars(module)["scores"] = scores
+    elif scores.requires_grad and module.training and not is_compiling():
+        warn(
+            "The gates of this model do not learn here: they have a loss of their own, which scale-surgery train adds "
+            "and other trainers do not. They stay as open as they are."
+        )
     return values * opened(scores).to(values.dtype)
 
 

@@ -100,9 +100,9 @@ def _make_batch(tokenizer: Any | None, prompts: Sequence[str], config: Any, new_
         rows = [torch.randint(config.vocab_size, (max(1, n),), generator=generator).tolist() for n in lengths]
     else:
         rows = [tokenizer(prompt)["input_ids"][:limit] or [0] for prompt in prompts]
-    pad = getattr(tokenizer, "pad_token_id", None) or 0
     width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    # any id can pad, since it is masked; that of the tokenizer may have no row in the embedding
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return Batch(ids, mask)
 

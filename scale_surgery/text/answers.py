@@ -34,6 +34,7 @@ from scale_surgery.text.conversations import (
     plain_message,
     plain_tool,
     thought_key,
+    tool_name,
     with_function,
     with_functions,
     with_thought,
@@ -215,6 +216,13 @@ def _call_as_text(call: Message) -> dict[str, Any]:
     if "function" in call:
         return {**call, "function": _call_as_text(call["function"])}
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if "arguments" in call else {**call}
+
+
+def prints_python(shaped: Message, text: str) -> bool:
+    """Return True if a template printed a list or an object of a message as Python does."""
+    calls = (call.get("function", call) for call in shaped.get("tool_calls") or ())
+    values = [shaped.get("content"), *(call.get("arguments") for call in calls)]
+    return any(value and not isinstance(value, str) and str(value) in text for value in values)
 
 
 class Closing(NamedTuple):
@@ -429,10 +437,7 @@ class Rendering:
         """Refuse values printed as Python objects: the template expects another form."""
         printed = []
         for place, message in enumerate(self.marks.messages):
-            shaped = self.form.shape(message)
-            calls = (call.get("function", call) for call in shaped.get("tool_calls") or ())
-            values = [shaped.get("content"), *(call.get("arguments") for call in calls)]
-            if any(value and not isinstance(value, str) and str(value) in self.marked for value in values):
+            if prints_python(self.form.shape(message), self.marked):
                 printed.append(place)
         if printed:
             given = (place for place in printed if isinstance(self.plain[place].get("content"), list))
@@ -442,8 +447,7 @@ class Rendering:
         # marks replace the names of calls in the marked text, but a role or the template itself may use the same name
         is_written = self.tools and self._writes_tools()
         for tool in self.tools or ():
-            function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-            if (name := function.get("name")) and not (is_written and name in self.marked):
+            if (name := tool_name(tool)) and not (is_written and name in self.marked):
                 raise UnfitError(Problem("template-leaves-out", '"tools"', what=name))
 
     def _writes_tools(self) -> bool:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale_surgery.errors import DataError, Problem, counted
-from scale_surgery.text.answers import ChatReader, Form, UnfitError, end_ids
-from scale_surgery.text.conversations import ANSWERS, THOUGHTS, Message, words_of
+from scale_surgery.text.answers import ChatReader, Form, UnfitError, end_ids, prints_python
+from scale_surgery.text.conversations import ANSWERS, THOUGHTS, tool_name, with_function, words_of
 from scale_surgery.text.instructions import SHIPPED, Instruction, read_instructions
 
 # messages with a text, or with a list of parts, which some templates need. Thoughts are switched neither on nor off: a
@@ -100,8 +100,8 @@ def begin_prompts(
     """Begin with prompts as plain text."""
     from scale_surgery.text.tokenizing import tokenize_prompts  # imports torch
 
-    fits = [each for each in asked if len(each.messages) == 1]
-    needing = [Problem("system-without-template", each.source, model=name) for each in asked if len(each.messages) > 1]
+    fits = [each for each in asked if not each.needs_template]
+    needing = [Problem("system-without-template", each.source, model=name) for each in asked if each.needs_template]
     if needing and not may_skip:
         raise DataError(*needing)
     notes = _left_out(needing)
@@ -164,26 +164,44 @@ def _render_all(reader: ChatReader, asked: Sequence[Instruction]) -> tuple[Form,
     def refused(rendered: tuple[Form, list[str | Problem]]) -> int:
         return sum(isinstance(text, Problem) for text in rendered[1])
 
-    first = FORMS[0], [_render(reader, FORMS[0], each.messages) for each in asked]
+    first = FORMS[0], [_render(reader, FORMS[0], each) for each in asked]
     if not refused(first):
         return first
-    second = FORMS[1], [_render(reader, FORMS[1], each.messages) for each in asked]
+    second = FORMS[1], [_render(reader, FORMS[1], each) for each in asked]
     return min(first, second, key=refused)
 
 
-def _render(reader: ChatReader, form: Form, messages: Sequence[Message]) -> str | Problem:
+def _render(reader: ChatReader, form: Form, asked: Instruction) -> str | Problem:
     """Render an instruction; return the problem of one that the template refuses, or does not write whole."""
     try:
-        text: str = reader.fill(messages, None, form, tokenize=False, add_generation_prompt=True)
+        text = _fill(reader, form, asked)
     except UnfitError as error:
         return error.problem
-    for number, message in enumerate(messages, start=1):
+    for tool in asked.tools:
+        if (offered := tool_name(tool)) and offered not in text:
+            return Problem("template-leaves-out", '"tools"', what=offered)
+    for number, message in enumerate(asked.messages, start=1):
+        if prints_python(form.shape(message), text):
+            return Problem("template-prints-python", f"message {number}")
         content = message.get("content") or ""
         words = [part["text"] for part in content] if isinstance(content, list) else [content]
         # templates may drop the thoughts of earlier answers
         if message["role"] != ANSWERS and any(some.strip() not in text for some in words):
             return Problem("template-leaves-out", f"message {number}", what="the words")
     return text
+
+
+def _fill(reader: ChatReader, form: Form, asked: Instruction) -> str:
+    """Render an instruction, with its tools as they are or, if the template refuses these, as functions."""
+    options = {"tokenize": False, "add_generation_prompt": True}
+    tools = list(asked.tools) or None
+    try:
+        return str(reader.fill(asked.messages, tools, form, **options))
+    except UnfitError:
+        functions = tools and [with_function(tool) for tool in tools]
+        if functions == tools:
+            raise
+        return str(reader.fill(asked.messages, functions, form, **options))
 
 
 def _left_out(problems: Sequence[Problem]) -> list[str]:

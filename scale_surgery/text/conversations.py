@@ -164,6 +164,12 @@ def plain_tool(tool: Any) -> Any:
     return tool
 
 
+def tool_name(tool: Any) -> str | None:
+    """Return the name of a tool, or None."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
 def with_functions(message: Message) -> dict[str, Any]:
     """Return the message with a "function" in each of its calls."""
     calls = message.get("tool_calls")

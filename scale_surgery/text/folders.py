@@ -33,6 +33,8 @@ SPLIT_FILES = (*ROWS, ".txt")
 
 def texts_in(source: TextSource) -> list[TextSource]:
     """Return the files and datasets of a folder, each as a text; any other text is returned alone."""
+    if source.is_folder and source.revision is not None:
+        raise DataError(Problem("text-without-setting", source.name, kind="a folder", setting="revision"))
     if not source.is_folder or is_dataset(source.path):
         return [source]
     if source.config is not None:

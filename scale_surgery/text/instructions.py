@@ -25,6 +25,7 @@ from scale_surgery.text.conversations import (
     chat_problem,
     parsed,
     plain_message,
+    plain_tool,
     with_system,
     without_empty,
 )
@@ -48,11 +49,18 @@ class Instruction:
         messages: A conversation up to the answer: often one message of the user, perhaps after a system message.
         source: Its place in errors.
         number: Its number among those that were read, from 1.
+        tools: Tools that the model is offered.
     """
 
     messages: tuple[Message, ...]
     source: str
     number: int = 1
+    tools: tuple[Any, ...] = ()
+
+    @property
+    def needs_template(self) -> bool:
+        """True if it is more than a prompt."""
+        return len(self.messages) > 1 or bool(self.tools)
 
 
 def read_instructions(name: str | Path) -> list[Instruction]:
@@ -78,7 +86,9 @@ def _read(text: TextSource) -> Iterator[Instruction]:
         if row is BLANK:
             continue
         try:
-            yield Instruction(tuple(_messages(row, names, place)), place)
+            messages = tuple(_messages(row, names, place))
+            tools = parsed(row.get("tools") or []) if "messages" in row else ()
+            yield Instruction(messages, place, tools=tuple(map(plain_tool, tools)))
         except DataError as error:
             problems += error.problems
     if problems:

@@ -35,6 +35,8 @@ SETTINGS = re.compile(rb"---\r?\n(.*?)\n---", re.DOTALL)
 MOST_SETTINGS = 2**20
 # columns that may hold nested values
 NESTED = ("messages", "tools")
+# columns that belong to a conversation or an instruction in another one
+BESIDE = ("system", "tools")
 JSON_KINDS = (str, int, float, list, dict, type(None))
 # most characters of a library's error that are quoted
 LONGEST = 300
@@ -188,8 +190,10 @@ def _load(source: TextSource) -> Any:
     except Exception as error:
         raise DataError(_why_none(source, error)) from error
     rows = _choose(splits, source)
+    names = rows.column_names or ()
     # other columns may need more libraries, for images for example
-    return rows.select_columns([source.column]) if source.column in (rows.column_names or ()) else rows
+    wanted = [name for name in (source.column, *BESIDE) if name in names]
+    return rows.select_columns(wanted) if source.column in names else rows
 
 
 def _is_saved(path: Path) -> bool:
@@ -203,7 +207,11 @@ def _saved(source: TextSource) -> Any:
         saved = datasets.load_from_disk(source.path)
     except Exception as error:
         raise DataError(_why_none(source, error)) from error
+    if source.config is not None:
+        raise DataError(Problem("text-without-setting", source.name, kind="a saved dataset", setting="config"))
     if not isinstance(saved, datasets.DatasetDict):
+        if source.split not in (None, only := str(saved.split or "train")):
+            raise DataError(which_split(source, [only]))
         return saved
     if source.split in saved:
         return saved[source.split]

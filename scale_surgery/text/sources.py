@@ -138,8 +138,10 @@ def texts_named_twice(option: str, texts: Sequence[str | Path]) -> Iterator[Prob
 
 
 def _source_and_files(name: str) -> tuple[TextSource, set[Path]]:
+    from scale_surgery.text.folders import texts_in  # imports this module
+
     source = parse_source(name)
-    return source, {file.resolve() for file in source.files}
+    return source, {file.resolve() for text in texts_in(source) for file in text.files}
 
 
 def _share_text(one: TextSource, files: set[Path], other: TextSource, others: set[Path]) -> bool:

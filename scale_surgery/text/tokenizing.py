@@ -28,16 +28,30 @@ BEFORE = ("\n", ":", "a", "")
 
 
 def tokenize(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, *, learn_prompts: bool = False
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    learn_prompts: bool = False,
+    before: Sequence[int] = (),
 ) -> Sequences:
-    """Turn documents into token sequences, with the tokenizer's own start token and an end token after each."""
-    ids, labels, starts = array("i"), array("i"), [0]
+    """Turn documents into token sequences, with the tokenizer's own start token and an end token after each.
+
+    Args:
+        documents: Texts, questions with answers, and conversations.
+        tokenizer: A tokenizer.
+        learn_prompts: Whether prompts are scored too.
+        before: Tokens before each document that are not scored; see `token_before`.
+    """
+    ids, labels, starts = array("i", before), array("i", [IGNORED] * len(before)), [0]
     # a conversation is exactly the chat template's output, without added tokens
     for document, some, scored in read_tokens(documents, tokenizer, learn_prompts=learn_prompts):
         ids.extend(some)
         labels.extend(scored)
         if not document.goes_on:
             starts.append(len(ids))
+            ids.extend(before)
+            labels.extend([IGNORED] * len(before))
+    del ids[starts[-1] :], labels[starts[-1] :]
     if not ids:
         raise DataError(NO_TEXT)
     return from_arrays(ids, labels, starts)
@@ -56,7 +70,10 @@ def read_tokens(
                 ids, scored = chats.read(document.chat, document.source)
             else:
                 prompt, text = next(texts)
-                prompt, text = [] if is_middle else prompt, text if document.goes_on else text + end
+                # a text may bring its own start and end token, as what a template wrote does
+                is_whole = document.goes_on or (end and text[-1:] == end)
+                prompt, text = [] if is_middle else prompt, text if is_whole else text + end
+                text = text[len(prompt) :] if prompt and text[: len(prompt)] == prompt else text
                 # without a prompt there is at most a start token
                 ids, scored = prompt + text, [PROMPT if document.prompt else IGNORED] * len(prompt) + text
             if not (ids or is_middle or document.goes_on):
@@ -112,11 +129,18 @@ def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase)
     """Turn prompts into token ids: with the tokenizer's start token, even if empty, and without an end token."""
     if not prompts:
         return []
-    ids: list[list[int]] = tokenizer(list(prompts), return_attention_mask=False, verbose=False)["input_ids"]
+    options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
+    # what the tokenizer puts around every text: perhaps a start token, and for some an end token
+    read: list[list[int]] = tokenizer([*prompts, ""], **options)["input_ids"]
+    *ids, around = read
     special = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {tokenizer.bos_token_id}
+    ends = next((place for place, token in enumerate(reversed(around)) if token not in special), len(around))
+    start = around[: len(around) - ends]
     for prompt in ids:
-        while prompt and prompt[-1] in special:
-            prompt.pop()  # some tokenizers append an end token to every text
+        del prompt[len(prompt) - ends :]
+        # a text may begin with the start token itself
+        if start and prompt[: 2 * len(start)] == start * 2:
+            del prompt[: len(start)]
     return ids
 
 
@@ -124,6 +148,17 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens with which a tokenizer starts every text; often one or none."""
     (start,) = tokenize_prompts([""], tokenizer)
     return start
+
+
+def token_before(tokenizer: PreTrainedTokenizerBase, of_base: PreTrainedTokenizerBase) -> list[int]:
+    """Return a token to put before each text if a model and its base read it in different tokens; often none.
+
+    Nothing predicts the first token of a text. A new token may be a text's first and stand for several of the base, so
+    the model would have to predict less of the text. A start token prevents that.
+    """
+    if tokenizer is of_base or start_tokens(tokenizer) or of_base.eos_token_id is None:
+        return []
+    return [of_base.eos_token_id]
 
 
 def pack(sequences: Sequences, length: int, start: Sequence[int]) -> Sequences:

@@ -36,7 +36,7 @@ from scale_surgery.text.sequences import (
 )
 from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, readable, suffix_of
-from scale_surgery.text.tokenizing import pack, read_tokens, scored_ones, start_tokens, stride, tokenize
+from scale_surgery.text.tokenizing import pack, read_tokens, scored_ones, start_tokens, stride, token_before, tokenize
 from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 
 # texts of at least this many bytes are cached; smaller ones are tokenized in seconds
@@ -150,10 +150,11 @@ def read_texts(
     for side, given in files.items():
         if side not in ("learn", REHEARSAL) and given:
             windows = length, max(1, length // 2), start_tokens(tokenizer)
-            texts[side] = stride(tokenize(read_documents(given), tokenizer), *windows)
+            before = token_before(tokenizer, of_base)
+            texts[side] = stride(tokenize(read_documents(given), tokenizer, before=before), *windows)
             # if tokens were added, also as the base's tokenizer reads them ("base old", "base new")
             if of_base is not tokenizer:
-                read = tokenize(read_documents(given), of_base)
+                read = tokenize(read_documents(given), of_base, before=before)
                 texts[f"{BASE_NAME} {side}"] = stride(read, *windows)
     for side, sequences in texts.items():
         called = "training" if side == "learn" else side

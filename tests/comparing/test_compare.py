@@ -247,6 +247,19 @@ def test_a_comparison_without_a_method_fails(
     assert "No method could be trained" in said and "--tokens a higher" not in said
 
 
+def test_a_text_that_was_too_short_can_be_corrected(texts: dict[str, Path], tmp_path: Path) -> None:
+    short = tmp_path / "new.jsonl"
+    short.write_text(json.dumps({"text": "One line."}), encoding="utf-8")
+    with refused("documents-too-few", short, DataError):
+        compare(SHIPPED_MODEL, short, texts["old"], tmp_path / "out", SETTINGS)
+    shutil.copy(texts["new"], short)
+    only = replace(SETTINGS, methods=("lora",))
+    assert compare(SHIPPED_MODEL, short, texts["old"], tmp_path / "out", only).rows
+    short.write_text(short.read_text() + "\n" + json.dumps({"text": "One more."}))
+    with refused("comparison-of-other-settings", tmp_path / "out", CheckpointError):
+        compare(SHIPPED_MODEL, short, texts["old"], tmp_path / "out", only)
+
+
 def test_text_that_is_learned_is_not_measured_as_old(texts: dict[str, Path], tmp_path: Path) -> None:
     with refused("text-of-two-uses", texts["new"], PlanError):
         compare(SHIPPED_MODEL, texts["new"], [texts["old"], texts["new"]], tmp_path / "out", SETTINGS)

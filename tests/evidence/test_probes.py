@@ -95,6 +95,13 @@ def row(result: Evaluation, name: str) -> Score:
         ("Paris.2", "Paris", True),
         ("(a)b", "(a)", True),
         ("", "Paris", False),
+        ("東京です。", "東京", True),
+        ("京都です。", "東京", False),
+        ("서울입니다.", "서울", True),
+        ("दिल्लीवासी", "दिल्ली", False),
+        ("दिल्ली।", "दिल्ली", True),
+        ("दिल्ली", "दिल्ल", False),
+        ("Cafe\u0301 Central", "Caf\u00e9", True),
     ],
 )
 def test_exact(answer: str, right: str, expected: bool) -> None:

@@ -144,6 +144,24 @@ def test_a_router_that_gives_the_base_no_weight_is_caught(place: Path, copy: Cop
     assert promise(run, "base_stream_always").problems == run.problems, "the paths are what they were"
 
 
+def test_in_half_precision_the_routers_own_numbers_are_judged(place: Path, tmp_path: Path) -> None:
+    """Rounding of logits may cost more than the bound itself, so the router is judged before it."""
+    load(SHIPPED_MODEL, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(tmp_path / "base")
+    shake(narrow := expand(tmp_path / "base", Request("1-3", variant="adapt"), tmp_path / "wide").path)
+    path = route_export(narrow, tmp_path / "mixture", ROUTINGS["mixture"]).path
+    held = verify(path, record=False)
+    assert held.passed and held.numbers is not None and (mixture := held.numbers.mixture) is not None
+    assert mixture.rounding > math.log(2) > 100 * mixture.own_rounding
+    assert 0 < mixture.own_excess <= math.log(2) + mixture.own_rounding
+    # a prior that is not the one in the record: the base begins with a tenth
+    change(path / "expanded_routers.py", "self.prior, self.switch_rate)", "(0.1, 0.9), self.switch_rate)")
+    run = verify(path, run=RunOptions(trust_remote_code=True), record=False)
+    assert run.numbers is not None and (worse := run.numbers.mixture) is not None
+    assert worse.excess < math.log(2) + worse.rounding, "its logits alone would pass"
+    assert any("by the router's own numbers" in problem for problem in promise(run, "bounded_forgetting").problems)
+
+
 def test_a_router_that_finds_no_state_is_caught(place: Path, copy: Copy) -> None:
     """As code does that knows the KV cache by a name which transformers gave up; the control keeps its state."""
     kept = verify(place / "switching", record=False).numbers

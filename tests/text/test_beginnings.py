@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import DataError, Problem
 from scale_surgery.text.answers import ChatReader
-from scale_surgery.text.beginnings import Beginnings, find_beginnings
+from scale_surgery.text.beginnings import Beginnings, begin_answers, begin_prompts, find_beginnings
 from scale_surgery.text.instructions import SHIPPED, SHIPPED_FILE, read_instructions
 from tests.conftest import problems, refused
 from tests.instruct import BEGIN, END, TEMPLATE
@@ -87,6 +87,28 @@ def test_an_instruction_is_what_the_template_makes_of_it(with_template: Any, ask
         "<|im_start|>assistant\n"
     )
     assert begins.is_chat and begins.notes == () and end_names(begins, tokenizer) == {"</s>", END}
+
+
+def test_a_list_of_parts_is_not_asked_as_python_prints_it(with_template: Any, tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "A?"}, {"type": "text", "text": "B?"}]
+    file = write(tmp_path / "asked.jsonl", {"messages": [{"role": "user", "content": parts}]})
+    found = problems(begin_answers, with_template(PLAIN), read_instructions(file), "m", None, error=DataError)
+    assert [problem.code for problem in found] == ["template-prints-python"]
+    assert begin_answers(with_template(PARTS), read_instructions(file), "m", None).ids, "the control"
+
+
+def test_tools_are_offered_as_in_training(with_template: Any, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "find_city", "parameters": {"type": "object"}}}
+    row = {"messages": [{"role": "user", "content": "Where?"}], "tools": [tool]}
+    asked = read_instructions(write(tmp_path / "asked.jsonl", row))
+    tokenizer = with_template("{{ tools[0].function.name }}:" + PLAIN)
+    (ids,) = begin_answers(tokenizer, asked, "m", None).ids
+    assert tokenizer.decode(ids).replace(" ", "").startswith("find_city:")
+    dropped = problems(begin_answers, with_template(PLAIN), asked, "m", None, error=DataError)
+    assert [problem.code for problem in dropped] == ["template-leaves-out"]
+    assert [problem.code for problem in problems(begin_prompts, tokenizer, asked, "m", None, error=DataError)] == [
+        "system-without-template"
+    ]
 
 
 def test_a_system_message_of_the_template_stays_and_gives_way(with_template: Any, asked: str) -> None:

@@ -27,6 +27,7 @@ from scale_surgery.text.tokenizing import (
     pack,
     start_tokens,
     stride,
+    token_before,
     tokenize,
     tokenize_prompts,
     without_unscored,
@@ -157,6 +158,11 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert read(tmp_path / "one") == [("Where?", " Oslo"), ("When?", " 1970")]
     assert [document.source for document in read_documents([tmp_path / "one"])][1] == f"{tmp_path}/one, row 2"
+    whole = f"{tmp_path / 'one'}"
+    assert [problem.code for problem in found_in(f"{whole},split=test")] == ["split-unknown"]
+    assert read(f"{whole},split=train") == read(whole)
+    assert [problem.code for problem in found_in(f"{whole},config=a")] == ["text-without-setting"]
+    assert [problem.code for problem in found_in(f"{whole},revision=a")] == ["text-without-setting"]
     assert found_in(tmp_path / "many") == [Problem("saved-splits", tmp_path / "many", splits=["train"], first="train")]
     assert found_in(tmp_path / "other") == [
         Problem("fields-unfit", f"{tmp_path}/other, row 1", fields=["body"], kind=EXPECTED)
@@ -390,6 +396,47 @@ def test_tokenizers_with_and_without_tokens_that_start_and_end() -> None:
     sequences = tokenize([Document("", "ef", ""), Document("", "g", "")], letters(starts=False))
     assert sequences.labels.tolist() == sequences.ids.tolist() == [*ids_of("ef"), END, *ids_of("g"), END]
     assert sequences.scored == 3, "the first token of a text is not predicted"
+
+
+def test_control_tokens_in_a_text_are_not_doubled() -> None:
+    """As in text that a chat template wrote; the controls are texts without them."""
+    tokenizer = letters()
+
+    def pieces(prompt: str, text: str) -> tuple[list[int], list[int]]:
+        sequences = tokenize([Document(prompt, text, "here")], tokenizer)
+        return sequences.ids.tolist(), sequences.labels.tolist()
+
+    assert pieces("", "<s>ab</s>")[0] == pieces("", "ab")[0] == [START, *ids_of("ab"), END]
+    assert tokenize_prompts(["<s>ab", "ab", "ab</s>", ""], tokenizer) == [
+        [START, *ids_of("ab")],
+        [START, *ids_of("ab")],
+        [START, *ids_of("ab"), END],
+        [START],
+    ]
+    # the end of the prompt's turn is no part of the answer
+    ids, labels = pieces("ab</s>", "c")
+    assert ids == [START, *ids_of("ab"), END, *ids_of("c"), END] and labels[:4] == [PROMPT] * 4
+    # a tokenizer that ends each text itself
+    assert tokenize_prompts(["ab", "ab</s>"], letters(closes=True)) == [
+        [START, *ids_of("ab")],
+        [START, *ids_of("ab"), END],
+    ]
+
+
+def test_models_that_read_other_tokens_are_scored_on_the_same_text() -> None:
+    """Without a start token, a new first token would take pieces of the base from what is scored."""
+    base, wide = letters(starts=False), letters(starts=False)
+    wide.add_tokens(["abc"])
+    assert token_before(base, base) == [] == token_before(letters(), wide) and token_before(wide, base) == [END]
+    texts = [Document("", "abcab", "here"), Document("", "ab", "there")]
+
+    def scored(tokenizer: Any, before: list[int]) -> str:
+        sequences = stride(tokenize(texts, tokenizer, before=before), 64, 32, [])
+        rows = (sequences[place]["labels"][1:] for place in range(len(sequences)))
+        return "".join(tokenizer.decode(row[row >= 0]).replace(" ", "") for row in rows)
+
+    assert scored(wide, [END]) == scored(base, [END]) == "abcab</s>ab</s>"
+    assert scored(wide, []) == "ab</s>b</s>" != scored(base, []) == "bcab</s>b</s>"
 
 
 def test_the_shipped_tokenizer() -> None:

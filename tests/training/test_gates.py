@@ -77,6 +77,20 @@ def test_gates_learn_to_tell_the_texts_apart(wide: Path, text: str, tmp_path: Pa
     assert not any(hasattr(blocks, "scores") for blocks in gated_blocks(model))
 
 
+def test_another_trainer_is_told_that_gates_do_not_learn(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop without the loss of gates; the controls are a model that is asked, and one that keeps the scores."""
+    said = list[str]()
+    model, batch = load(wide), {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])}
+    monkeypatch.setattr("scale_surgery.modeling.expanded_stock.warn", said.append)
+    model.eval()(**batch)
+    with keeping_scores(model.train()):
+        model(**batch)
+    assert not said
+    model(**batch)["loss"].backward()
+    assert {line.partition(":")[0] for line in said} == {"The gates of this model do not learn here"}
+    assert all(blocks.gate.grad is None for blocks in gated_blocks(model))
+
+
 def test_gates_that_do_not_train_stay_as_they_are(wide: Path, text: str, tmp_path: Path) -> None:
     groups = ("w12", "w21", "w22")
     settings = TrainingSettings(steps=2, batch_size=2, sequence_length=48, groups=groups)
