@@ -139,7 +139,9 @@ def estimate_cost(
     count = count_tokens(work.recipe.data, tokenizer)
     calls = {stage.name: stage.call(kept) for stage in stages}
     disk, free = _disk(work, base_bytes, added), shutil.disk_usage(place).free
-    written = sum(file.stat().st_size for file in work.folder.rglob("*") if file.is_file())
+    # the models of a job share files by hard links
+    inodes = (file.stat() for file in work.folder.rglob("*") if file.is_file())
+    written = sum({(each.st_dev, each.st_ino): each.st_size for each in inodes}.values())
     return Estimate(
         stages=tuple(StageLine(name, call.line, name in kept, call.remark) for name, call in calls.items()),
         tokens=count.tokens,

@@ -167,7 +167,13 @@ class Blocks(nn.Module):
             The output for the base stream, and the up stream or None.
         """
         # the gate is read in here, since accelerate brings offloaded tensors for a forward only
-        return self.compute(base, self.read(base, up), y, has_w12)
+        return self.new_rows if base is None else self.compute(base, self.read(base, up), y, has_w12)
+
+    def rows_of_new_tokens(self) -> Tensor | None:
+        """Return the rows of new tokens, or None."""
+        rows: Tensor | None = getattr(self, "new_rows", None)
+        # offloaded rows come with a forward
+        return rows if rows is None or not rows.is_meta else self(None, None, None, False)
 
     def compute(self, base: Tensor, up: Tensor, y: Tensor | None, has_w12: bool) -> tuple[Tensor, Tensor | None]:
         """Compute both streams of a path from a gated up stream; see `forward`."""
@@ -298,7 +304,7 @@ class EmbeddingBlocks(Blocks):
             return y, None
         # `base` are token ids, some of which may be of tokens that another expansion adds
         known, rows = len(self.up_weight), len(self.stock.weight)
-        is_other = base >= known if known == rows and self.stock.new_rows is not None else None
+        is_other = base >= known if known == rows and self.stock.new_rows() is not None else None
         ids = base if is_other is None else base.masked_fill(is_other, 0)
         y_up = functional.embedding(ids, self.up_weight, self.stock.padding_idx).to(y.dtype)
         y_up = y_up if is_other is None else y_up.masked_fill(is_other[..., None], 0)
@@ -320,10 +326,11 @@ class HeadBlocks(Blocks):
     def rows(self) -> Tensor | None:
         """Rows of new tokens, or None."""
         embedding = self.__dict__.get("embedding")
-        rows: Tensor | None = (self if embedding is None else embedding).new_rows
-        return rows
+        return (self if embedding is None else embedding).rows_of_new_tokens()
 
     def forward(self, base, up, y, has_w12, is_read=False):
+        if base is None:
+            return self.new_rows
         # a router has each path read once, without logits (y is None), and may multiply it several times
         read = up if is_read else self.read(base, up)
         return (None, read) if y is None else self.compute(base, read, y, has_w12)

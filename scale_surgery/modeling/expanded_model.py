@@ -99,6 +99,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         layers = base_model.get_submodule(facts["layers"])
         self.layer_count = len(layers)
         self.active = ActiveExpansions(self._context(PathChoice()))
+        for module in self.modules():
+            if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
+                module._gradient_checkpointing_func = partial(self.active.checkpointed, checkpoint)
         separate(layers)
         for index, layer in enumerate(layers):
             specs = specs_of(facts, index)
@@ -555,11 +558,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
     def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
         """Enable checkpointing as transformers does; the second forward runs the paths of the first."""
         checkpoint = options.pop("gradient_checkpointing_func", torch.utils.checkpoint.checkpoint)
-
-        def checkpoint_in_context(function: Any, *args: Any, **inputs: Any) -> Any:
-            return checkpoint(self.active.bind(function), *args, **inputs)
-
-        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=checkpoint_in_context, **options)
+        # no closure, since a copy of the model has to copy it
+        checkpoint = partial(self.active.checkpointed, checkpoint)
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=checkpoint, **options)
         if enable:
             self.enable_input_require_grads()
 

@@ -206,13 +206,13 @@ class ExpandedHeadNorm(ExpandedModule):
 class ExpandedEmbedding(ExpandedModule):
     """A module whose input is no hidden state, such as an embedding; up streams come beside its output."""
 
-    @property
     def new_rows(self) -> Tensor | None:
         """Return the rows of new tokens, or None; every path reads them, since any text may contain new tokens."""
-        return next((rows for blocks in self.expansions.values() if (rows := blocks.new_rows) is not None), None)
+        found = (blocks.rows_of_new_tokens() for blocks in self.expansions.values())
+        return next((rows for rows in found if rows is not None), None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        layout, new = self.layout(), self.new_rows
+        layout, new = self.layout(), self.new_rows()
         (read,) = args[:1] or list(kwargs.values())[:1]
         y = self.run_stock(*args, **kwargs) if new is None else self.embed(read, new)
         if layout is None:

@@ -208,6 +208,12 @@ class ActiveExpansions:
 
         return run
 
+    def checkpointed(
+        self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a function by a checkpointing one, so that its second run has the context of the first."""
+        return checkpoint(self.bind(function), *args, **kwargs)
+
 
 def memo(known: dict[Any, Any], key: Any, make: Callable[[Any], Any]) -> Any:
     """Return the value that `make` gives for a key, stored in `known`; a compiled graph stores nothing."""

@@ -75,13 +75,18 @@ def _specs(model: Any) -> Any:
 
 def new_layers(model: Any, numbering: Numbering) -> dict[str, Any]:
     """Return the copied layers of a loaded model, by their names in it."""
-    path = f"{numbering.base_model}.{numbering.layers}"
-    path = path if hasattr(model, numbering.base_model.partition(".")[0]) else numbering.layers
-    layers = model.get_submodule(path)
+    path, layers = _layers(model, numbering)
     if numbering.new[-1] >= len(layers):
         place = f"config.json: {CONFIG_KEY}"
         raise CheckpointError(Problem("new-layer-out-of-range", place, layer=numbering.new[-1], layers=len(layers)))
     return {f"{path}.{position}": layers[position] for position in numbering.new}
+
+
+def _layers(model: Any, numbering: Numbering) -> tuple[str, Any]:
+    """Return the layers of a loaded model, and their name in it."""
+    path = f"{numbering.base_model}.{numbering.layers}"
+    path = path if hasattr(model, numbering.base_model.partition(".")[0]) else numbering.layers
+    return path, model.get_submodule(path)
 
 
 def base_states(model: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -112,19 +117,26 @@ def expansion_disabled(model: Any) -> Iterator[None]:
         return
     copies = new_layers(model, numbering).values()
     before = [vars(layer).get("forward") for layer in copies]
+    returns_tuple = [False]
+
+    def look(_: Any, __: Any, output: Any) -> None:
+        returns_tuple[0] = isinstance(output, tuple)
+
+    def pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
+        return (hidden_states,) if returns_tuple[0] else hidden_states
+
     for layer in copies:
-        layer.forward = _pass_on
+        layer.forward = pass_on
+    # the first layer is no copy, and what a model takes from a layer depends on its type
+    looking = _layers(model, numbering)[1][0].register_forward_hook(look)
     try:
         yield
     finally:
+        looking.remove()
         for layer, forward in zip(copies, before, strict=True):
             del layer.forward
             if forward is not None:
                 layer.forward = forward
-
-
-def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    return hidden_states
 
 
 def train_in_float32(model: Any) -> None:

@@ -34,6 +34,8 @@ QUANTISED_MARKS = (
 )
 # attributes that accelerate sets
 HOOKED = ("forward", "_old_forward", "_hf_hook")
+# attributes that generation sets: the compiled forward of the base, and the settings that it was compiled with
+COMPILED = ("_compiled_call", "_last_compile_config")
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
             # bitsandbytes would pack the weight for inference, and then cannot propagate gradients
             module.support_avx512bf16_for_cpu = False
     expanded = _on_same_weights(model, quantised)
+    for name in COMPILED:
+        vars(expanded).pop(name, None)
     for key in ("architectures", "auto_map"):
         setattr(expanded.config, key, config[key])
     expanded.is_base_quantised = bool(quantised)

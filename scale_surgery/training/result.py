@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import LOG_FILE
+from scale_surgery.checkpoint.sources import listed
 from scale_surgery.text.sources import texts_of_two_uses
 from scale_surgery.training.run_folder import CURVES_FILE, TrainingRun, last_measured
 from scale_surgery.training.settings import SAMPLE, EvalData, TrainingSchedule, TrainingSettings
@@ -124,7 +125,7 @@ def use_warnings(data: Sequence[str | Path], eval_data: EvalData, settings: Trai
     """Return a warning for each text that is measured, and learned or rehearsed as well."""
     rehearsed = () if settings.rehearses_itself else settings.rehearse
     others = {"--data": list(map(str, data)), "--rehearse": list(map(str, rehearsed))}
-    measured = list(map(str, (*eval_data.old, *eval_data.new)))
+    measured = list(map(str, (*listed(eval_data.old), *listed(eval_data.new))))
     return tuple(
         f"{found.where} is measured, and {found.values['trained']} has it too: its loss does not show how the model "
         "reads other text."

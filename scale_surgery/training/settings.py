@@ -128,8 +128,8 @@ class EvalData:
         new: Files with new text, to measure learning.
     """
 
-    old: Sequence[str | Path] = ()
-    new: Sequence[str | Path] = ()
+    old: str | Path | Sequence[str | Path] = ()
+    new: str | Path | Sequence[str | Path] = ()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import SAMPLES_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.checkpoint.trainer_files import chat_template
 from scale_surgery.errors import CheckpointError, Problem, TrainingError
@@ -90,7 +91,7 @@ def default_output(expanded: Path) -> Path:
 
 def train(
     expanded: str | Path,
-    data: Sequence[str | Path],
+    data: str | Path | Sequence[str | Path],
     output: str | Path | None = None,
     settings: TrainingSettings | None = None,
     *,
@@ -121,7 +122,7 @@ def train(
         DataError: If the data cannot be read, are empty or do not fit the model.
         TrainingError: If nothing would train, a run cannot be resumed, or it had to stop.
     """
-    path, settings = Path(expanded), settings or TrainingSettings()
+    path, data, settings = Path(expanded), listed(data), settings or TrainingSettings()
     target = Path(output) if output is not None else default_output(path)
     check_settings(settings)
     folder = _open(path, settings)
@@ -208,7 +209,7 @@ def _sources(
     data: Sequence[str | Path], eval_data: EvalData, settings: TrainingSettings
 ) -> dict[str, Sequence[str | Path]]:
     """Return the sources of texts by their purpose, after checking their names."""
-    files = {"learn": data, "old": eval_data.old, "new": eval_data.new}
+    files = {"learn": data, "old": listed(eval_data.old), "new": listed(eval_data.new)}
     files |= {} if settings.rehearses_itself else {REHEARSAL: settings.rehearse}
     for text in chain.from_iterable(files.values()):
         parse_source(text)
@@ -377,12 +378,15 @@ def _run(trainer: ExpansionTrainer, training: TrainingRun, *, resume: bool) -> i
     latest = training.whole_checkpoints()[-1:] if resume else []
     for checkpoint in latest:
         check_state(checkpoint)
-    if latest and training.step_of(latest[0]) >= trainer.args.max_steps:
+    is_over = bool(latest) and training.step_of(latest[0]) >= trainer.args.max_steps
+    if is_over:
         trainer.restore(latest[0])  # the run was stopped after its last step
     else:
         _step(trainer, training, latest)
     if trainer.measured_at != trainer.state.global_step:
-        trainer.evaluate()
+        # a model that takes no step was not prepared to compute in the precision of the run
+        with trainer.accelerator.autocast() if is_over else nullcontext():
+            trainer.evaluate()
     return training.step_of(latest[0]) if latest else 0
 
 

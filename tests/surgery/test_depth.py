@@ -28,7 +28,7 @@ from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.depth import Depth, build_depth_specs, deepened_config
 from scale_surgery.planning.method import Resolved
-from scale_surgery.running.freeze import base_states, freeze_base, new_layers
+from scale_surgery.running.freeze import base_states, expansion_disabled, freeze_base, new_layers
 from scale_surgery.show.tables import render_inspection
 from scale_surgery.show.tables_plan import render_plan
 from scale_surgery.surgery.apply import apply
@@ -37,6 +37,7 @@ from tests.conftest import DEEPENED, Pair, digests, edited, load, problems, refu
 from tests.each import FORM_OF, WAYS, each_shape_in_a_form, mostly
 from tests.families import FAMILIES as FACTS
 from tests.modeling.test_promises import prompts, unequal
+from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES, save_tiny, tiny_config
 
 
@@ -275,6 +276,18 @@ def test_bases_of_other_forms(tmp_path, make, layers):
         assert stored["transformer.h.1.attn.bias"].stored_as == "transformer.h.2.attn.bias"
         assert not any("after.attn.bias" in name for name in stored), "renumbered, and not copied"
     assert digests(strip(path, tmp_path / "stripped").path) == digests(base)
+
+
+@pytest.mark.parametrize("family", mostly(("gpt_neo", "bloom", "falcon", "llama"), ("gpt_neo", "llama").__contains__))
+def test_without_its_copies_it_is_the_base(tmp_path: Path, family: str) -> None:
+    """Layers of some types return a tuple, of others the hidden state alone."""
+    base = tmp_path / "base"
+    write_base(twin_config(family), torch.float32, base)
+    deep = load(shake(expand(base, Request("last:1", method="depth"), tmp_path / "deep").path))
+    ids, wanted = torch.randint(5, 60, (2, 6)), load(base)
+    with expansion_disabled(deep):
+        assert torch.equal(deep(ids, use_cache=False).logits, wanted(ids, use_cache=False).logits)
+    assert not torch.equal(deep(ids, use_cache=False).logits, wanted(ids, use_cache=False).logits), "the control"
 
 
 @pytest.mark.parametrize("memory", mostly(({}, {"memory_bytes": 60_000}), lambda options: not options), ids=str)

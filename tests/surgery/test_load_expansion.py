@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,41 @@ def test_a_model_from_a_folder_takes_up_one_more(pair, tmp_path):
         changed.model.norm.weight[3] += 1e-3
     with refused("base-differs-load", "model", CheckpointError):
         load_expansion(changed, extracted, name="again")
+
+
+@pytest.mark.parametrize("way", ["before", "after", "copied"])
+def test_checkpointing_repeats_the_forward_of_the_expansion_that_ran(pair: Any, tmp_path: Path, way: str) -> None:
+    """Switched on before the expansion was loaded, after it, or in a copy; backward runs behind the choice."""
+
+    def gradients(way: str) -> dict[str, torch.Tensor]:
+        base, folder, piece = pair
+        base = deepcopy(base).train()
+        if way == "before":
+            base.gradient_checkpointing_enable()
+        model = load_expansion(base, piece, name="one")
+        other = extract(shake(Path(shutil.copytree(folder, tmp_path / way / "other"))), tmp_path / way / "piece").path
+        load_expansion(model, other, name="two")
+        model.set_expansion("two")
+        if way in ("after", "copied"):
+            model.gradient_checkpointing_enable()
+        model = deepcopy(model) if way == "copied" else model
+        ids = random_ids(2, 9)
+        with model.train().use_expansion("one"):
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
+
+    wanted, found = gradients("without"), gradients(way)
+    assert found.keys() == wanted.keys() and any(".one." in name for name in wanted)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+def test_the_compiled_forward_of_the_base_is_not_that_of_the_expanded_model(pair: Any) -> None:
+    """After generation with a cache of a fixed size on a GPU, a model keeps one."""
+    base, _, piece = pair
+    base._compiled_call, base._last_compile_config = base.__call__, None
+    model = load_expansion(base, piece)
+    assert not {"_compiled_call", "_last_compile_config"} & vars(model).keys() and "_compiled_call" in vars(base)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from scale_surgery import (
     PlanError,
     PosteriorRouter,
     Request,
+    RunOptions,
     TokenSource,
     apply,
     compose,
@@ -247,6 +248,16 @@ def test_stock_forms(base_of, tmp_path):
 def stored_facts(path):
     plan = read_manifest(path).plan
     return plan.architecture, plan.sizes
+
+
+@pytest.mark.parametrize("family", mostly(("llama", "gemma2", "gpt_neox"), ("llama", "gpt_neox").__contains__))
+def test_streamed(base_of, tmp_path, family):
+    """A model that memory does not hold: rows of new tokens come with the module that has them."""
+    path = shake(expand(base_of(family), WIDE, tmp_path / "wide").path)
+    whole, streamed = (
+        verify(path, run=RunOptions(**memory), record=False).numbers for memory in ({}, {"memory_bytes": 60_000})
+    )
+    assert streamed is not None and streamed.drift > 0 and streamed == whole
 
 
 def test_two_embeddings_are_refused(tmp_path):
