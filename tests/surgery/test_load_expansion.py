@@ -20,6 +20,7 @@ from scale_surgery.surgery.route import route_export
 from tests.conftest import load, problems, refused, shake
 from tests.each import each_shape
 from tests.families import FAMILIES
+from tests.modeling.test_training_modes import enable_checkpointing
 from tests.routed import prompts, random_ids, trio_of  # noqa: F401
 from tests.tiny import save_tiny
 
@@ -118,13 +119,13 @@ def test_checkpointing_repeats_the_forward_of_the_expansion_that_ran(pair: Any, 
         base, folder, piece = pair
         base = deepcopy(base).train()
         if way == "before":
-            base.gradient_checkpointing_enable()
+            enable_checkpointing(base, None)
         model = load_expansion(base, piece, name="one")
         other = extract(shake(Path(shutil.copytree(folder, tmp_path / way / "other"))), tmp_path / way / "piece").path
         load_expansion(model, other, name="two")
         model.set_expansion("two")
         if way in ("after", "copied"):
-            model.gradient_checkpointing_enable()
+            enable_checkpointing(model, None)
         model = deepcopy(model) if way == "copied" else model
         ids = random_ids(2, 9)
         with model.train().use_expansion("one"):
