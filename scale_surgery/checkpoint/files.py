@@ -42,6 +42,10 @@ def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # some file systems cannot sync the names in a folder
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)):
+            raise
     finally:
         os.close(handle)
 

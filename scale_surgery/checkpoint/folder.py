@@ -27,9 +27,7 @@ from scale_surgery.checkpoint.names import (
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
     PICKLE_SUFFIXES,
-    REPORTS_FOLDER,
     SINGLE_FILE,
-    TRAINING_FOLDER,
     is_inside,
 )
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, Numbering, numbering_of
@@ -73,12 +71,6 @@ class Checkpoint:
         """Parsed surgery.json, unchecked, or None if it is missing."""
         file = self.path / MANIFEST_FILE
         return read_json(file) if file.is_file() else None
-
-    @property
-    def left_behind(self) -> tuple[str, ...]:
-        """Files that are not copied into derived models: `left_out`, states of unfinished runs, and reports."""
-        places = (f"{TRAINING_FOLDER}/checkpoint-", f"{REPORTS_FOLDER}/")
-        return (*self.left_out, *(file for file in self.side_files if file.startswith(places)))
 
     @property
     def dtype(self) -> str:

@@ -13,9 +13,12 @@ GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 MANIFEST_FILE = "surgery.json"
+CARD_FILE = "README.md"
 EXTRACT_FILE = "extract.json"
 # record of a plain checkpoint made by merge --to stock
 STOCK_FILE = "merge.json"
+# files of a base that an expansion changes; their texts are in surgery.json
+CHANGED_FILES = (CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
 # index of an extract, under a name that no loader takes for a whole model
 STORED_INDEX = "expanded.index.json"
 TRAINING_FOLDER = "training"

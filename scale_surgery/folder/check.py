@@ -6,6 +6,7 @@ would vouch for the damage.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.config import config_problems
 from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.joining import gram_size, joined_tensors, renamed_tensors, tied_head
-from scale_surgery.folder.parts import described_parts, hash_parts
+from scale_surgery.folder.parts import described_parts, hash_parts, rebuilt_shard
 from scale_surgery.folder.record import BaseTensor, Manifest
 from scale_surgery.folder.renumbered import hash_stored
 from scale_surgery.folder.write import EXTENDED, tokenizer_texts
@@ -113,10 +114,33 @@ def _hash_all(
     sums = hash_all(folder, as_it_was, advance)
     files, tensors = sums.files, sums.tensors
     files |= hash_stored(folder.path, manifest, [name for name in there if name not in files], advance)
+    # of a fused model, too, a tensor is read once for itself and for its shard
+    rebuilt = {name: _hash_rebuilt(folder, name, advance) for name in names if name in manifest.joined_shards}
+    for sums in rebuilt.values():
+        tensors |= sums.tensors
     parts = _base_parts(manifest)
     tensors |= hash_parts(folder, [*(name for name in parts if name not in tensors), *planned], advance)
     base, expansion = ({name: tensors[name] for name in some if name in tensors} for some in (parts, planned))
+    if not _tensor_problems(manifest, base):
+        files |= {name: sums.files.get(name, "") for name, sums in rebuilt.items()}
     return files, base, expansion
+
+
+def _hash_rebuilt(folder: Folder, name: str, advance: Progress) -> Sums:
+    """Hash a shard of the base as `strip` would write it, and its tensors; nothing if its header fits no tensors."""
+    try:
+        shard = rebuilt_shard(folder, name)
+        whole, tensors = hashlib.sha256(shard.header), dict[str, str]()
+        for entry in shard.entries:
+            digest = hashlib.sha256()
+            for chunk in entry.read():
+                whole.update(chunk)
+                digest.update(chunk)
+                advance(len(chunk))
+            tensors[entry.name] = digest.hexdigest()
+    except CheckpointError:
+        return Sums({}, {})
+    return Sums({name: whole.hexdigest()}, tensors)
 
 
 def _base_parts(manifest: Manifest) -> dict[str, str]:
@@ -162,11 +186,10 @@ def _changed(hashes: Mapping[str, str], recorded: Mapping[str, str]) -> Iterator
 
 def _file_problems(folder: Folder, hashes: Mapping[str, str]) -> list[Problem]:
     record, problems = folder.manifest, list[Problem]()
-    # the bytes of a fused model's shards are known by the tensors that they were
     joined, changed = record.joined_shards, record.changed_texts
     for name, file in record.base_files.items():
-        if file.stored_as in joined:
-            continue
+        if file.stored_as in joined and file.stored_as not in hashes:
+            continue  # a shard of a fused model of which a tensor is damaged
         if file.stored_as is None:
             if name in changed:
                 problems.append(Problem("base-text-changed", MANIFEST_FILE, file=name))

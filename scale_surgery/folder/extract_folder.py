@@ -119,11 +119,11 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
         )
         refuse_linked(opened)
         problems = content_problems(opened, listing.files)
-        stored = {entry.stored_as for entry in manifest.base_files.values()}
+        stored = {entry.stored_as for entry in manifest.base_files.values() if entry.stored_as is not None}
+        # what is the base's comes from the base: an extract may neither bring such a file nor leave one out
         problems += [
             Problem("extract-not-base", EXTRACT_FILE, file=name)
-            for name in listing.from_base
-            if name not in stored or name in listing.files
+            for name in sorted({*listing.from_base} ^ stored | {*listing.files} & stored)
         ]
     if problems:
         raise CheckpointError(*problems)

@@ -23,7 +23,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, read_json
 from scale_surgery.checkpoint.forms import form_of, refuse_form
 from scale_surgery.checkpoint.headers import DTYPE_BYTES, TensorInfo
 from scale_surgery.checkpoint.listing import check_folder, unfit
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, is_inside
+from scale_surgery.checkpoint.names import CHANGED_FILES, CONFIG_FILE, MANIFEST_FILE, is_inside
 from scale_surgery.checkpoint.numbering import Numbering
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import RecordError, read_record_file, reading
@@ -377,6 +377,8 @@ def _check_names(file: Path, manifest: Manifest) -> None:
     texts = [name for name, entry in files.items() if entry.stored_as is None]
     problems = [Problem("key-missing", f"replaced.{name}") for name in texts if name not in replaced]
     problems += [Problem("key-unknown", f"replaced.{name}") for name in replaced if name not in files]
+    # an expansion changes no other file, and what it changes is compared with its text alone
+    problems += [Problem("key-unknown", f"replaced.{name}") for name in texts if name not in CHANGED_FILES]
     problems += [Problem("key-missing", f"base_files.{CONFIG_FILE}")] if CONFIG_FILE not in files else []
     if problems:
         raise RecordError(*problems)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.names import STOCK_FILE
+from scale_surgery.checkpoint.names import CARD_FILE, STOCK_FILE
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.evidence.integrity import fingerprint_of
 from scale_surgery.evidence.verify import verify
 from scale_surgery.folder.extract_folder import Extract, check_own_files, open_extract
 from scale_surgery.folder.parts import hash_parts
-from scale_surgery.hub.repository import CARD_FILE, Contents, names_code
+from scale_surgery.hub.repository import Contents, names_code
 from scale_surgery.progress import Track
 
 

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 from scale_surgery.checkpoint.file_stat import check_unchanged
 from scale_surgery.checkpoint.forms import Form
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, STOCK_FILE
+from scale_surgery.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, STOCK_FILE
 from scale_surgery.checkpoint.reading import read_bytes
 from scale_surgery.errors import HubError, Problem
 from scale_surgery.hub.card import make_card
 from scale_surgery.hub.check import Checked, check_contents
 from scale_surgery.hub.client import check_repo_id, hub_errors, look_at
 from scale_surgery.hub.repository import (
-    CARD_FILE,
     Card,
     CardOrigin,
     Contents,

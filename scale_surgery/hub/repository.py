@@ -27,6 +27,7 @@ from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.licence import LICENCE_KEYS
 from scale_surgery.checkpoint.listing import is_left_link, is_private, list_files
 from scale_surgery.checkpoint.names import (
+    CARD_FILE,
     EXTRACT_FILE,
     MANIFEST_FILE,
     OTHER_WEIGHT_SUFFIXES,
@@ -35,7 +36,7 @@ from scale_surgery.checkpoint.names import (
 from scale_surgery.checkpoint.reading import parse_json, read_bytes
 from scale_surgery.checkpoint.records import read_record, reading
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.folder.extract_folder import read_extract
+from scale_surgery.folder.extract_folder import name_in_extract, read_extract
 from scale_surgery.folder.folder import Folder, open_given, refuse_linked
 from scale_surgery.folder.record import Manifest, read_manifest
 from scale_surgery.folder.record_schema import StockRecord
@@ -46,7 +47,6 @@ MARK = re.compile(r"\n<!-- written by scale-surgery push, sha256 ([0-9a-f]{64}) 
 
 FileOrigin = Literal["base", "model", "written"]
 CardOrigin = Literal["written", "own", "kept"]
-CARD_FILE = "README.md"
 RECORD_OF: dict[Form, str] = {"stock": STOCK_FILE}
 UNFINISHED_SUFFIXES = (".tmp", ".lock", ".partial.json")
 
@@ -219,7 +219,8 @@ def _find_form(path: Path) -> Form:
 def _recorded(path: Path, form: Form, record: Mapping[str, Any]) -> set[str]:
     """Return the names of files whose hashes are in the folder's own record, including hidden files."""
     files = read_json(path / EXTRACT_FILE)["files"] if form == "extract" else record.get("base_files", {})
-    names = {str(entry.get("stored_as") or name) for name, entry in files.items()} | {*RECORDS}
+    named = name_in_extract if form == "extract" else str
+    names = {named(str(entry.get("stored_as") or name)) for name, entry in files.items()} | {*RECORDS}
     return {name for name in names if not is_left_link(path, name)}
 
 

@@ -206,7 +206,9 @@ def _records(saved: Saved, trained: Trained, compared: BaseComparison, partial: 
         "tool": tool_versions(),
     }
     for name in ran:
-        run_entry = {**entry, "trained_parameters": sum(tensors[tensor].elements for tensor in changed[name])}
+        before = {**records[name].tensors, **(records[name].trained or {})}
+        moved = changed_tensors(written, [tensor.name for tensor in records[name].plan.tensors], before)
+        run_entry = {**entry, "trained_parameters": sum(tensors[tensor].elements for tensor in moved)}
         training = (*records[name].training, run_entry)
-        records[name] = replace(records[name], trained=changed[name], training=training)
+        records[name] = replace(records[name], trained=changed[name], training=training, strength=1.0)
     return records

@@ -88,7 +88,8 @@ class Applied:
             where the folder is the extracted one, byte for byte.
         foreign_code: Code files that no release of this program wrote.
         bytes_written: Bytes of shards that were written; 0 with hard links.
-        left_out: Files of the base that were not taken along: weights in other formats, links that lead out of it.
+        left_out: Files that were not taken along: weights in other formats, links that lead out of the base, and files
+            of the extract that this base has too, such as a README.md.
     """
 
     path: Path
@@ -176,7 +177,7 @@ def apply(
             {name: content for name, content in files.items() if name.endswith(".safetensors")},
             "auto" if base_weights == "link" else "copy",
         ),
-        left_out=checkpoint.left_out,
+        left_out=(*checkpoint.left_out, *_of_both(extracted, compared)),
     )
 
 
@@ -228,7 +229,16 @@ def _taken_from_extract(extract: Extract, base: ComparedBase) -> list[str]:
     """Files that are taken over from the extract; a tokenizer is pinned, and takes new tokens, for each base."""
     made_anew = EXTENDED if _has_other_tokenizer(extract, base) else {TOKENIZER_CONFIG_FILE}
     left = made_anew if {*made_anew}.intersection(base.other_files) else ()
-    return [name for name in extract.listing.files if name not in (*WRITTEN, *left)]
+    return [name for name in extract.listing.files if name not in (*WRITTEN, *left, *_of_both(extract, base))]
+
+
+def _of_both(extract: Extract, base: ComparedBase) -> tuple[str, ...]:
+    """Files beside tensors and code that the extract brings, and that this base has too: that of the base stays."""
+    if not base.other_files:
+        return ()
+    known, places = extract.manifest.base_files, {*_places_of_base(base.checkpoint).values()}
+    needed = {*extract.shards, *extract.manifest.code_files}
+    return tuple(name for name in extract.listing.files if name in places and name not in {*known, *needed})
 
 
 def _has_other_tokenizer(extract: Extract, base: ComparedBase) -> bool:

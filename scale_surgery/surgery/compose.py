@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,19 +19,20 @@ from scale_surgery.checkpoint.expansions import DEFAULT_NAME, renamed
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.names import MANIFEST_FILE
+from scale_surgery.checkpoint.names import CARD_FILE, CHANGED_FILES, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.config import path_problems_of
-from scale_surgery.folder.extract_folder import Extract, check_own_files, open_extract
+from scale_surgery.folder.extract_folder import Extract, check_own_files, name_in_extract, open_extract
 from scale_surgery.folder.folder import Folder, named_base, refuse_fused, refuse_linked, with_record
 from scale_surgery.folder.layout import Content, Headed, lay_out, total_bytes
+from scale_surgery.folder.parts import link_base
 from scale_surgery.folder.record import ExpansionRecord, read_manifest
 from scale_surgery.folder.renumbered import aligned_header
-from scale_surgery.folder.routers import router_for
+from scale_surgery.folder.routers import check_paths_differ, router_for
 from scale_surgery.folder.write import EXTENDED, room_for_base, write_folder
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
 from scale_surgery.planning.base import Base, base_alone
@@ -115,6 +118,8 @@ def compose(
     plans = [record.plan for record in expansions.values()]
     check_beside(plans)
     asked = None if routing is None else router_for(routing, len(expansions))
+    if asked is not None:
+        check_paths_differ(asked, any(plan.collaboration.layers for plan in plans))
     routing = routing_beside(given, len(expansions), asked)
     bytes_added = sum(plan.costs.bytes_added for plan in plans)
     check_space(target, bytes_added + room_for_base(given, plans[0], target, base_weights))
@@ -124,7 +129,8 @@ def compose(
         differing = find_differing(extract, alone, hashes)
         refuse_differing(extract, f"{name}: {source.name}", differing, len(alone.tensors), "base-differs-compose")
         check_own_files(extract, track)
-        _check_tokens(extract, source)
+        _check_tokens(extract, given, source)
+    beside, disputed = _find_beside(opened, given)
     state = {
         "compose": {name: [dict(record.tensors), record.plan.to_json()] for name, record in expansions.items()},
         "routing": None if routing is None else routing.settings,
@@ -136,11 +142,11 @@ def compose(
     # the record says where the tensors were computed, as the extracts do
     run = RunOptions(next((extract.manifest.tool.get("device", "cpu") for extract in opened.values()), "cpu"))
     with staged(target, state, stamps, overwrite=overwrite) as partial:
-        shards = dict[str, Content]()
+        contents = dict[str, Content](beside)
         for name, extract in opened.items():
-            shards |= _shards_of(extract, added[name].plan)
-        with track("expansions", total_bytes(shards)) as advance:
-            lay_out(shards, partial, base_weights, advance)
+            contents |= _shards_of(extract, added[name].plan)
+        with track("expansions", total_bytes(contents)) as advance:
+            lay_out(contents, partial, base_weights, advance)
         written = write_folder(given, expansions, routing, partial, base_weights, track, run)
         if set(written.folder.tensors) != {*written.folder.manifest.base_tensors, *written.folder.manifest.planned}:
             raise CheckpointError(Problem("composed-tensors-differ", source.name))
@@ -150,7 +156,7 @@ def compose(
         expansions={name: len(record.plan.tensors) for name, record in expansions.items()},
         routing=routing,
         bytes_added=bytes_added,
-        left_out=given.left_out,
+        left_out=(*given.left_out, *disputed),
         removed=remove,
     )
 
@@ -168,20 +174,41 @@ def _plan_beside(
     return added
 
 
-def _check_tokens(extract: Extract, source: Source) -> None:
+def _check_tokens(extract: Extract, given: Checkpoint, source: Source) -> None:
     """Check that new tokens fit the base's tokenizer if it is another than the one they were made for."""
-    new, recorded = extract.manifest.plan.request.new_tokens, extract.manifest.base_files
-    there = [file for file in EXTENDED if (source.path / file).is_file()]
-    is_same = {*there} == {*EXTENDED}.intersection(recorded) and all(
-        hash_file(source.path / file) == recorded[file].sha256 for file in there
-    )
-    if new is not None and not is_same:
-        # torch takes seconds to import
-        from scale_surgery.running.new_tokens import check_new_tokens
-        from scale_surgery.running.tokenizer import load_tokenizer
+    if (new := extract.manifest.plan.request.new_tokens) is None:
+        return
+    recorded = {file: entry.sha256 for file, entry in extract.manifest.base_files.items() if file in EXTENDED}
+    with tempfile.TemporaryDirectory() as scratch:
+        base = source.path
+        if isinstance(given, Folder):
+            # the tokenizer of an expanded folder may have the tokens of an expansion that is left out
+            link_base(given, base := Path(scratch))
+        if {file: hash_file(base / file) for file in EXTENDED if (base / file).is_file()} != recorded:
+            # torch takes seconds to import
+            from scale_surgery.running.new_tokens import check_new_tokens
+            from scale_surgery.running.tokenizer import load_tokenizer
 
-        rows = extract.manifest.plan.sizes.embedded
-        check_new_tokens(source.path, load_tokenizer(source.path, RunOptions()), new, rows)
+            check_new_tokens(base, load_tokenizer(base, RunOptions()), new, extract.manifest.plan.sizes.embedded)
+
+
+def _find_beside(opened: Mapping[str, Extract], given: Checkpoint) -> tuple[dict[str, Content], tuple[str, ...]]:
+    """Find the files of extracts that are neither tensors nor code, such as a chat template.
+
+    Those that the base has, or of which two extracts have different ones, are left out, and model cards.
+    """
+    found = defaultdict[str, list[Path]](list)
+    for extract in opened.values():
+        made = {*extract.manifest.code_files, *CHANGED_FILES}
+        for file in extract.side_files:
+            if file not in made and not file.startswith(f"{TRAINING_FOLDER}/"):
+                found[file].append(extract.path / name_in_extract(file))
+    left = tuple(
+        file
+        for file, places in found.items()
+        if file == CARD_FILE or file in given.side_files or len(set(map(hash_file, places))) > 1
+    )
+    return {file: places[0] for file, places in found.items() if file not in left}, left
 
 
 def _check_base(given: Checkpoint, track: Track) -> Mapping[str, str]:

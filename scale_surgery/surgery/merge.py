@@ -258,7 +258,7 @@ def _write(folder: Folder, partial: Path, to: MergedForm, track: Track) -> dict[
     else:
         write_blocks(folder, partial, track)
         remembered = {}
-    left = (INDEX_FILE, *folder.manifest.code, *folder.left_behind)
+    left = (INDEX_FILE, *folder.manifest.code, *folder.left_out)
     beside = [file for file in folder.side_files if file not in left and not (partial / file).exists()]
     lay_out({file: folder.path / file for file in beside}, partial)
     return remembered
@@ -337,7 +337,7 @@ def _left_out(folder: Folder, target: Path) -> tuple[str, ...]:
     """Return the files that were not taken along: of a stock form, also those that the base did not have."""
     written = {INDEX_FILE, *folder.manifest.code}
     names = (name for name in folder.side_files if name not in written)
-    return tuple(dict.fromkeys((*folder.left_behind, *(name for name in names if not (target / name).exists()))))
+    return tuple(dict.fromkeys((*folder.left_out, *(name for name in names if not (target / name).exists()))))
 
 
 def _differences(manifest: Manifest, to: MergedForm) -> dict[str, int]:

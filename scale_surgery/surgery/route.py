@@ -22,7 +22,7 @@ from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.config import path_problems_of, with_router
 from scale_surgery.folder.folder import Folder, open_folder, refuse_fused, refuse_linked
 from scale_surgery.folder.layout import bytes_of, lay_out, room_for, total_bytes
-from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.record import Manifest, read_manifest
 from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.folder.write import write_router
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
@@ -160,8 +160,9 @@ def set_routing(routed: str | Path, routing: Router) -> None:
         write_router(folder.path, folder, routing)
     except BaseException as error:
         # the two say the same, or nothing has changed
-        with contextlib.suppress(OSError):
-            write_text(folder.path / CONFIG_FILE, text)
+        with contextlib.suppress(OSError, CheckpointError):
+            if read_manifest(folder.path).routing == before:
+                write_text(folder.path / CONFIG_FILE, text)
         if not isinstance(error, OSError):
             raise
         raise CheckpointError(Problem("path-unwritable", routed, error=error.strerror or error)) from error
@@ -179,7 +180,7 @@ def _write(
     """Write a folder with a router or without; every file but config and record is taken over as a file."""
     manifest = folder.manifest
     refuse_linked(folder)
-    left_behind = folder.left_behind
+    left_behind = folder.left_out
     left = (*left_behind, CONFIG_FILE)
     files = {file: folder.path / file for file in (*folder.shards, *folder.side_files) if file not in left}
     check_target(target, [folder.path], overwrite=overwrite)

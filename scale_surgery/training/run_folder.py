@@ -155,7 +155,8 @@ class TrainingRun:
     def _rewrite(self, folder: Path, **changes: Any) -> None:
         """Change fields of the expansion's record in surgery.json."""
         manifest = read_manifest(folder)
-        changed = replace(manifest.expansions[self.name], **changes)
+        # what is learned now is whole, whatever strength the tensors were written at before
+        changed = replace(manifest.expansions[self.name], **changes, strength=1.0)
         expansions, verification = {**manifest.expansions, self.name: changed}, manifest.verification
         # a verification made during this run covers the tensors of an earlier step. Older ones stay, also one from the
         # second in which the run began: their date shows their age

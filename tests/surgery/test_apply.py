@@ -278,6 +278,42 @@ def test_lists_that_contradict_surgery_json_are_refused(extracted, pair_of, tmp_
     ]
 
 
+def test_files_of_the_base_come_from_the_base_alone(extracted, pair_of, tmp_path):
+    """An extract may not bring another generation_config.json, nor leave out that of the base."""
+    (extracted / "generation_config.json").write_text('{"eos_token_id": 5}')
+    admit(extracted, "generation_config.json")
+    wanted = [Problem("extract-not-base", "extract.json", file="generation_config.json")]
+    assert unfit(extracted, pair_of("llama").base_path, tmp_path / "again") == wanted
+    rewrite(extracted / "extract.json", lambda content: content["from_base"].remove("generation_config.json"))
+    assert unfit(extracted, pair_of("llama").base_path, tmp_path / "again") == wanted
+
+
+def test_a_record_replaces_no_other_file_than_an_expansion_does(extracted, pair_of, tmp_path):
+    def forge(content: dict) -> None:
+        content["base_files"]["chat_template.jinja"] = {"sha256": "0" * 64, "bytes": 1, "stored_as": None}
+        content["replaced"]["chat_template.jinja"] = "x"
+
+    rewrite(extracted / "surgery.json", forge)
+    (problem,) = unfit(extracted, pair_of("llama").base_path, tmp_path / "again")
+    assert [detail.where for detail in problem.details] == ["replaced.chat_template.jinja"]
+
+
+def test_a_file_that_the_base_has_too_is_that_of_the_base(pair_of, tmp_path):
+    """A template or a README that was added to the expanded folder, and since then to the base."""
+    made = pair_of("llama", "adapt")
+    for file, place in (("mine", shutil.copytree(made.path, tmp_path / "wide")), ("theirs", None)):
+        place = place or shutil.copytree(made.base_path, tmp_path / "base")
+        (Path(place) / "chat_template.jinja").write_text(file)
+    piece = extract(tmp_path / "wide", tmp_path / "piece").path
+    applied = apply(piece, tmp_path / "again", tmp_path / "base")
+    assert applied.left_out == ("chat_template.jinja",)
+    assert (tmp_path / "again" / "chat_template.jinja").read_text() == "theirs"
+    assert verify(tmp_path / "again", probes=None, record=False).passed
+    # the control: a base without one
+    assert apply(piece, tmp_path / "mine", made.base_path).left_out == ()
+    assert (tmp_path / "mine" / "chat_template.jinja").read_text() == "mine"
+
+
 def test_hostile_files_are_refused(extracted, pair_of, tmp_path):
     (extracted / "evil.py").write_text("print('boo')")
     (extracted / "evil.bin").write_bytes(b"pickle")

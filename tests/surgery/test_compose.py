@@ -149,6 +149,25 @@ def test_the_router_of_a_composition_takes_the_place_of_its_own(llama: Made, tmp
     assert digests(extract(composed, tmp_path / "back", name="law").path) == digests(llama.extracts["law"])
 
 
+def test_files_beside_the_tensors_come_along_unless_two_differ(llama: Made, tmp_path: Path) -> None:
+    pieces = {name: Path(shutil.copytree(llama.folders[name], tmp_path / name)) for name in ("law", "music")}
+    for name, folder in pieces.items():
+        (folder / "chat_template.jinja").write_text(name)
+        (folder / f"{name}.txt").write_text(name)
+        pieces[name] = extract(folder, tmp_path / f"{name}-piece").path
+    composed = compose(llama.base, pieces, tmp_path / "out")
+    assert composed.left_out == ("chat_template.jinja",) and not (tmp_path / "out" / "chat_template.jinja").exists()
+    assert [(tmp_path / "out" / f"{name}.txt").read_text() for name in pieces] == ["law", "music"]
+    one = compose(llama.base, {"law": pieces["law"]}, tmp_path / "one")
+    assert one.left_out == () and (tmp_path / "one" / "chat_template.jinja").read_text() == "law"
+
+
+def test_a_cosine_router_needs_paths_that_differ(llama: Made, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cosine"):
+        compose(llama.base, {"medicine": llama.extracts["medicine"]}, tmp_path / "out", routing=CosineRouter())
+    compose(llama.base, {"law": llama.extracts["law"]}, tmp_path / "out", routing=CosineRouter())
+
+
 def test_a_router_for_one_expansion_takes_no_other_beside_it(llama: Made, tmp_path: Path) -> None:
     routed = route_export(llama.folders["law"], tmp_path / "routed", CosineRouter()).path
     reason = Problem("other-program", error="cosine: decides between the base and one expansion, not 2")

@@ -20,6 +20,7 @@ from scale_surgery import (
     extract,
     merge,
     route_export,
+    strip,
     train,
     verify,
 )
@@ -32,6 +33,7 @@ from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.modeling.expanded_routers import Router
 from tests.conftest import edited, flip, problems, shake
+from tests.evidence.test_verify import promise
 
 BASE_SHARD = "model-00001-of-00001.safetensors"
 EXPANSION_SHARD = "expansion-default-00001-of-00001.safetensors"
@@ -147,6 +149,19 @@ def test_each_tensor_of_a_fused_model_has_its_dtype(expanded: Path, tmp_path: Pa
     found = check_integrity(open_folder(fused)).structure
     assert {problem.where for problem in found if problem.code == "tensor-dtype"} == {*open_checkpoint(fused).tensors}
     assert not verify(fused, probes=None, record=False).passed
+
+
+def test_a_fused_model_gives_its_shards_back_byte_for_byte(expanded: Path, tmp_path: Path) -> None:
+    """Not the tensors alone: the headers of the base's shards are in the record."""
+    fused = merge(expanded, tmp_path / "fused").path
+    assert promise(verify(fused, probes=None, record=False), "recoverable").holds
+    with edited(fused / "surgery.json") as record:
+        name = next(name for name in record["fused"]["shards"] if name.startswith("model-"))
+        record["fused"]["shards"][name]["header"] += " "
+    found = verify(fused, probes=None, record=False)
+    assert not promise(found, "recoverable").holds and not found.passed
+    with pytest.raises(CheckpointError):
+        strip(fused, tmp_path / "stripped")
 
 
 def test_an_extract_of_another_dtype_is_not_applied(expanded: Path, tmp_path: Path) -> None:

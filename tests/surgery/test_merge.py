@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,7 +355,9 @@ def test_a_changed_element_is_noticed(fused: Path, expanded: Path, tmp_path: Pat
     assert not result.passed and result.promises[0].problems[0].startswith(f"{name}: sha256")
 
 
-def test_each_tensor_of_a_fused_model_is_read_once_to_be_checked(fused: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_of_a_fused_model_is_read_once_for_each_use_of_it(
+    fused: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
 
     def count(checkpoint: Any, name: str) -> torch.Tensor:
@@ -365,7 +368,8 @@ def test_each_tensor_of_a_fused_model_is_read_once_to_be_checked(fused: Path, mo
     folder = open_folder(fused)
     assert not check_integrity(folder).problems
     joined = {item.name for item in joined_tensors(folder.manifest)}
-    assert joined <= set(read) and len(read) == len(set(read))
+    # for the shard of the base that it was in, and if it is joined, for its blocks
+    assert joined <= set(read) and all(count <= 1 + (name in joined) for name, count in Counter(read).items())
 
 
 def test_a_changed_block_is_named(fused: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from shutil import copytree
 
 import pytest
@@ -258,6 +259,14 @@ def test_streamed(base_of, tmp_path, family):
         verify(path, run=RunOptions(**memory), record=False).numbers for memory in ({}, {"memory_bytes": 60_000})
     )
     assert streamed is not None and streamed.drift > 0 and streamed == whole
+
+
+def test_an_expansion_with_tokens_is_replaced_by_itself(base_of, tmp_path):
+    """The tokenizer of the folder has the tokens already; that of the base counts."""
+    folder = expand(base_of("llama"), replace(ALONE, name="ko"), tmp_path / "wide").path
+    piece = extract(folder, tmp_path / "piece").path
+    compose(folder, {"ko": piece}, tmp_path / "out", remove="ko")
+    assert verify(tmp_path / "out", record=False).passed
 
 
 def test_two_embeddings_are_refused(tmp_path):

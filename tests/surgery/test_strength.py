@@ -18,12 +18,15 @@ from scale_surgery import (
     MergedPart,
     PlanError,
     Request,
+    TrainingSettings,
+    adopt,
     expand,
     inspect,
     merge,
     route_export,
     set_strength,
     strip,
+    train,
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL
@@ -203,6 +206,24 @@ def test_merged_in_between(base_of: Callable[..., Path], tmp_path: Path, family:
     assert read_manifest(blocks).expansions["default"].strength == 0.5
     assert verify(blocks, record=False).passed and verify(done.path, record=False).passed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks", "half", "wide"]
+
+
+def test_what_learns_on_is_whole(tmp_path: Path) -> None:
+    """A model that was merged at a strength and trained further has that strength no more."""
+    wide = learned(SHIPPED_MODEL, tmp_path / "wide", Request("3", variant="adapt"))
+    blocks = merge(merge(wide, tmp_path / "half", part=HALF).path, tmp_path / "blocks", "blocks").path
+    assert read_manifest(blocks).expansions["default"].strength == 0.5
+    (tmp_path / "text.txt").write_text("Nobody Example was born in Utrecht. " * 9)
+    settings = TrainingSettings(steps=1, batch_size=1, sequence_length=16)
+    trained = train(blocks, tmp_path / "text.txt", tmp_path / "trained", settings).path
+    assert read_manifest(trained).expansions["default"].strength == 1
+    saved = load(trained)
+    with torch.no_grad():
+        block = next(tensor for name, tensor in saved.named_parameters() if name.endswith("w12"))
+        block.add_(0.25)
+    saved.save_pretrained(tmp_path / "saved")
+    record = read_manifest(adopt(tmp_path / "saved", trained, tmp_path / "adopted").path).expansions["default"]
+    assert record.strength == 1 and record.training[-1]["trained_parameters"] == block.numel()
 
 
 @pytest.mark.slow
