@@ -47,7 +47,8 @@ from scale_surgery.running.device import is_out_of_memory
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.text.instructions import read_instructions
-from scale_surgery.text.sources import paths_of, texts_of_two_uses
+from scale_surgery.text.sources import paths_of
+from scale_surgery.text.uses import texts_of_two_uses
 
 if TYPE_CHECKING:
     from scale_surgery.comparing.methods import Made, Method, Place

@@ -23,7 +23,7 @@ from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import check_token_ids, need_tokenizer
-from scale_surgery.text.sources import texts_named_twice
+from scale_surgery.text.uses import texts_named_twice
 
 if TYPE_CHECKING:
     from scale_surgery.text.documents import Document

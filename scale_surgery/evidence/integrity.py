@@ -35,7 +35,7 @@ class Integrity:
         config: Keys of config.json that differ from those that the expansion wrote.
         code: Code files that are missing, unknown, or differ from those that the expansion wrote.
         foreign_code: Code files written by another release of this program.
-        unreleased_code: Code files that belong to no release, by their bytes.
+        unreleased_code: Code files that differ from those of this release, by their bytes.
         fingerprint: sha256 over tensors, router and code, the inputs of the computation.
         is_loadable: True if every tensor that the model needs is present in its shape.
         nonzero: Tensors that must be zero for the output to be the base's: W12 and the head's up part.
@@ -150,7 +150,7 @@ def base_config_differences(recorded: str, base: Checkpoint) -> list[str]:
 
 
 def _unreleased(folder: Folder) -> Iterator[str]:
-    """Generate the code files that no release of this program wrote, regardless of surgery.json."""
+    """Generate the code files that differ from those of this release, regardless of surgery.json."""
     facts = folder.manifest.first_plan.architecture
     for file in folder.side_files:
         if file.endswith(".py") and not is_ours(file, hash_file(folder.path / file), facts):

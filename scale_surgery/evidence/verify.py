@@ -217,7 +217,7 @@ def _judge(
 
 
 def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
-    """Generate warnings about code in the folder that no release of this program wrote."""
+    """Generate warnings about code in the folder that this release did not write."""
     without = "no model of this base" if manifest.first_plan.architecture.own_code else "the code of this program"
     for file in integrity.unreleased_code:
         origin = _origin(file, manifest)
@@ -225,7 +225,7 @@ def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
 
 
 def _origin(file: str, manifest: Manifest) -> str:
-    """Describe a code file that no release of this program wrote."""
+    """Describe a code file that this release did not write."""
     if file in manifest.first_plan.code_files:
-        return "differs from every release of this program"
+        return "differs from the code of this release"
     return "is code of the base model, not of this program"

@@ -59,7 +59,8 @@ from scale_surgery.running.new_tokens import check_source
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
-from scale_surgery.text.sources import parse_source, texts_of_two_uses
+from scale_surgery.text.sources import parse_source
+from scale_surgery.text.uses import texts_of_two_uses
 from scale_surgery.training.arguments import check_device
 from scale_surgery.training.rank_layers import plan_candidates, read_budget
 from scale_surgery.training.settings import check_gates, check_groups, check_settings

@@ -86,7 +86,7 @@ class Applied:
         expansion_tensors: Number of expansion tensors.
         other_files: Files of the base that are other than those it was expanded from: changed, new or missing. Empty
             where the folder is the extracted one, byte for byte.
-        foreign_code: Code files that no release of this program wrote.
+        foreign_code: Code files that this release did not write.
         bytes_written: Bytes of shards that were written; 0 with hard links.
         left_out: Files that were not taken along: weights in other formats, links that lead out of the base, and files
             of the extract that this base has too, such as a README.md.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import LOG_FILE
 from scale_surgery.checkpoint.sources import listed
-from scale_surgery.text.sources import texts_of_two_uses
+from scale_surgery.text.uses import texts_of_two_uses
 from scale_surgery.training.run_folder import CURVES_FILE, TrainingRun, last_measured
 from scale_surgery.training.settings import SAMPLE, EvalData, TrainingSchedule, TrainingSettings
 

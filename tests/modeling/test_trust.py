@@ -129,7 +129,7 @@ def test_verify_warns_of_code_that_no_release_wrote_even_where_the_manifest_vouc
     verification = verify(folder, probes=None, record=False)
     assert verification.problems == ()
     assert verification.warnings == (
-        "expanded_blocks.py: differs from every release of this program. Read it before you let it run with "
+        "expanded_blocks.py: differs from the code of this release. Read it before you let it run with "
         "trust_remote_code; without, the code of this program runs.",
     )
     # nor is it excused as a file of the base
