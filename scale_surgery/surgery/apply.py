@@ -3,45 +3,38 @@
 base files    --as files, compared by hash-->   base files
 the extract   --as files, compared by hash-->   everything else
 
-Where the base has the same tensors in other files (other shards, another README), the folder is made around these
-files: base files and expansion shards as files, config.json and tokenizer_config.json edited anew where the base's are
-others, index and surgery.json written for this base, so that `strip` gives its files back. Where tensors differ the
-base is another one, and is refused.
+If the base has the same tensors in other files (other shards, another README), the folder is written around these
+files, as `compose` writes one, so that `strip` gives them back. If tensors differ, the base is another one, and is
+refused.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
-from scale_surgery.checkpoint.hashes import hash_file, hash_files
-from scale_surgery.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, TOKENIZER_CONFIG_FILE
-from scale_surgery.checkpoint.reading import read_bytes
+from scale_surgery.checkpoint.hashes import hash_files
+from scale_surgery.checkpoint.names import CHANGED_FILES, MANIFEST_FILE
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.folder.config import stored_shard
 from scale_surgery.folder.extract_folder import Extract, check_own_files, name_in_extract, open_extract
 from scale_surgery.folder.folder import refuse_linked
-from scale_surgery.folder.layout import Contents, lay_out, needed_bytes, room_for, tensors_in, total_bytes
-from scale_surgery.folder.record import BaseFile, Manifest, base_tensors, tool_versions
-from scale_surgery.folder.renumbered import renumbered_shards, stored_shards
-from scale_surgery.folder.write import EXTENDED, extended_texts, write_config, write_index, write_record
+from scale_surgery.folder.layout import Contents, lay_out, needed_bytes, room_for, total_bytes
+from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.renumbered import stored_shards
+from scale_surgery.folder.write import EXTENDED, room_for_base, write_folder
 from scale_surgery.planning.base import Base
 from scale_surgery.planning.plan import plan_expansion
-from scale_surgery.planning.reserved import name_clash, reserved_names
+from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.new_tokens import check_new_tokens
 from scale_surgery.running.options import RunOptions
-from scale_surgery.running.tokenizer import load_tokenizer, pin_tokenizer_class
+from scale_surgery.running.tokenizer import load_tokenizer
 from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
-
-# written for each base, never taken over from the extract as they are
-WRITTEN = (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE)
 
 
 @dataclass(frozen=True)
@@ -146,22 +139,34 @@ def apply(
     check_target(target, [extracted.path, source.path], overwrite=overwrite)
     check_own_files(extracted, track)
     compared = _compare_base(extracted, source, checkpoint, title, track)
+    # that of the base stays, where both have a file
+    twice = [name for name in _brought(extracted) if name in checkpoint.side_files] if compared.other_files else []
     if compared.other_files:
-        _check_names(extracted, compared)
+        check_clashes(checkpoint)
     if _has_other_tokenizer(extracted, compared) and (new := manifest.plan.request.new_tokens) is not None:
         check_new_tokens(source.path, load_tokenizer(source.path, run), new, manifest.plan.sizes.embedded, run)
-    files = _files_around(extracted, compared) if compared.other_files else _put_back(extracted, checkpoint)
-    check_space(target, room_for(files, target, base_weights))
+    if compared.other_files:
+        brought = [name for name in _brought(extracted) if name not in twice]
+        files: Contents = {name: extracted.path / name_in_extract(name) for name in brought}
+        room = room_for_base(checkpoint, manifest.plan, target, base_weights)
+    else:
+        files, room = _put_back(extracted, checkpoint), 0
+    check_space(target, room + room_for(files, target, base_weights))
     state = {
         "apply": {name: file.sha256 for name, file in extracted.listing.files.items()},
         "base": [source.name, source.revision, compared.files],
         "base_weights": base_weights,
     }
+    base_bytes, shards = 0, {name: content for name, content in files.items() if name.endswith(".safetensors")}
     with staged(target, state, {**extracted.stamps, **checkpoint.stamps}, overwrite=overwrite) as partial:
         with track("files", total_bytes(files)) as advance:
             lay_out(files, partial, base_weights, advance)
         if compared.other_files:
-            _write_around(extracted, compared, partial, run)
+            expansions = _named(manifest, compared).expansions
+            # the record says where the tensors were computed, as the extract does
+            on = replace(run, device=manifest.tool.get("device", "cpu"))
+            written = write_folder(checkpoint, expansions, manifest.routing, partial, base_weights, track, on)
+            base_bytes = written.base_bytes
         # a loader must find the tensors of the expansion and of the base, and no others
         if set(open_checkpoint(partial).tensors) != {*manifest.base_tensors, *extracted.tensors}:
             raise CheckpointError(Problem("extract-tensors-differ", extracted.name))
@@ -172,12 +177,9 @@ def apply(
         base_tensors=len(checkpoint.tensors),
         expansion_tensors=len(extracted.tensors),
         other_files=compared.other_files,
-        foreign_code=manifest.foreign_code,
-        bytes_written=needed_bytes(
-            {name: content for name, content in files.items() if name.endswith(".safetensors")},
-            "auto" if base_weights == "link" else "copy",
-        ),
-        left_out=(*checkpoint.left_out, *_of_both(extracted, compared)),
+        foreign_code=() if compared.other_files else manifest.foreign_code,
+        bytes_written=base_bytes + needed_bytes(shards, "auto" if base_weights == "link" else "copy"),
+        left_out=(*checkpoint.left_out, *twice),
     )
 
 
@@ -215,30 +217,10 @@ def _put_back(extract: Extract, base: Checkpoint) -> Contents:
     return places | {name: extract.path / name_in_extract(name) for name in extract.listing.files}
 
 
-def _check_names(extract: Extract, base: ComparedBase) -> None:
-    """Refuse files of which two would have one name; a side file that the expansion replaced before is no clash."""
-    taken, places = _taken_from_extract(extract, base), _places_of_base(base.checkpoint)
-    known = {file.stored_as or name for name, file in extract.manifest.base_files.items()}
-    uses = Counter([*places.values(), *(name for name in taken if name not in known or name.endswith(".safetensors"))])
-    clashing = sorted({*reserved_names(base.checkpoint), *(name for name, count in uses.items() if count > 1)})
-    if clashing:
-        raise CheckpointError(*map(name_clash, clashing))
-
-
-def _taken_from_extract(extract: Extract, base: ComparedBase) -> list[str]:
-    """Files that are taken over from the extract; a tokenizer is pinned, and takes new tokens, for each base."""
-    made_anew = EXTENDED if _has_other_tokenizer(extract, base) else {TOKENIZER_CONFIG_FILE}
-    left = made_anew if {*made_anew}.intersection(base.other_files) else ()
-    return [name for name in extract.listing.files if name not in (*WRITTEN, *left, *_of_both(extract, base))]
-
-
-def _of_both(extract: Extract, base: ComparedBase) -> tuple[str, ...]:
-    """Files beside tensors and code that the extract brings, and that this base has too: that of the base stays."""
-    if not base.other_files:
-        return ()
-    known, places = extract.manifest.base_files, {*_places_of_base(base.checkpoint).values()}
-    needed = {*extract.shards, *extract.manifest.code_files}
-    return tuple(name for name in extract.listing.files if name in places and name not in {*known, *needed})
+def _brought(extract: Extract) -> list[str]:
+    """Files that an extract brings to a base with other files; all others are made for that base."""
+    made = {*extract.manifest.code_files, *CHANGED_FILES, MANIFEST_FILE}
+    return [name for name in extract.listing.files if name not in made]
 
 
 def _has_other_tokenizer(extract: Extract, base: ComparedBase) -> bool:
@@ -247,64 +229,8 @@ def _has_other_tokenizer(extract: Extract, base: ComparedBase) -> bool:
     return is_other and extract.manifest.plan.request.new_tokens is not None
 
 
-def _places_of_base(base: Checkpoint) -> dict[str, str]:
-    """Names that the base's files get; config and index are written anew."""
-    return {file: stored_shard(file) for file in (*base.shards, *base.side_files) if file not in WRITTEN}
-
-
-def _files_around(extract: Extract, base: ComparedBase) -> Contents:
-    """Return the files of a base, and those of the extract around them."""
-    checkpoint, taken = base.checkpoint, _taken_from_extract(extract, base)
-    shards = stored_shards(checkpoint, extract.manifest.numbering)
-    beside = {file: checkpoint.path / file for file in checkpoint.side_files if file not in WRITTEN}
-    # where both have a file, that of the expansion stays: somebody changed it there on purpose
-    return {**shards, **beside, **{name: extract.path / name_in_extract(name) for name in taken}}
-
-
-def _write_around(extract: Extract, base: ComparedBase, folder: Path, run: RunOptions) -> None:
-    """Write config, index and record of a folder that holds these files; names and shapes of its tensors fit."""
-    checkpoint, made = base.checkpoint, extract.manifest.plan
-    places = _places_of_base(checkpoint)
-    manifest = replace(
-        _named(extract.manifest, base), base_tensors=base_tensors(checkpoint, extract.manifest.base_hashes)
-    )
-    write_config(folder, manifest, checkpoint.config)
-    if _has_other_tokenizer(extract, base):
-        lay_out(extended_texts(checkpoint.path, [made]), folder)
-    if not {TOKENIZER_CONFIG_FILE, *(EXTENDED if made.widths.new_tokens else ())}.isdisjoint(base.other_files):
-        pin_tokenizer_class(checkpoint.path, folder, run)
-    shards = [*map(stored_shard, checkpoint.shards), *dict.fromkeys(info.file for info in extract.tensors.values())]
-    write_index(folder, tensors_in(folder, shards))
-    replaced = {
-        file: _read_text(checkpoint.path / file)
-        for file in checkpoint.side_files
-        if file in WRITTEN or hash_file(folder / places[file]) != base.files[file]
-    }
-    files = {
-        file: BaseFile(digest, (checkpoint.path / file).stat().st_size, None if file in replaced else places[file])
-        for file, digest in base.files.items()
-    }
-    manifest = replace(
-        manifest,
-        base_files=files,
-        left_out=checkpoint.left_out,
-        replaced=replaced,
-        tool=tool_versions(),
-        verification=None,
-        renumbered=renumbered_shards(checkpoint, made.numbering),
-    )
-    write_record(folder, manifest)
-
-
 def _named(manifest: Manifest, base: ComparedBase) -> Manifest:
     """Return a record that names this base, in its plan too."""
     name, revision, made = base.source.name, base.source.revision, manifest.plan
     plan = plan_expansion(Base(base.checkpoint, made.facts), made.request, name=name, revision=revision)
     return replace(manifest, base_name=name, base_revision=revision).with_expansion(plan=plan)
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return read_bytes(file).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(Problem("base-file-no-text", file.name)) from error

@@ -170,22 +170,6 @@ def test_another_base_is_refused_by_its_tensors(extracted, other_base, pair_of, 
     assert apply(extracted, out, pair.base_path).other_files == ()
 
 
-def test_a_file_that_the_extract_changes_has_to_be_text_in_the_base(llama_base, tmp_path):
-    """The folder keeps the changed file, and surgery.json the text of the base's."""
-    readme = llama_base / "README.md"
-    readme.write_text("of the base")
-    extracted = extract(expand(llama_base, Request("1"), tmp_path / "expanded").path, tmp_path / "extract").path
-    (extracted / "README.md").write_text("changed")
-    rewrite(extracted / "extract.json", lambda content: content["from_base"].remove("README.md"))
-    admit(extracted, "README.md")
-    readme.write_text("of its next release")
-    again = apply(extracted, tmp_path / "again", llama_base).path
-    assert (again / "README.md").read_text() == "changed"
-    assert digests(strip(again, tmp_path / "stripped").path) == digests(llama_base)
-    readme.write_bytes(b"\xff")
-    assert problems(apply, extracted, tmp_path / "out", llama_base) == [Problem("base-file-no-text", "README.md")]
-
-
 def test_a_base_that_was_cast_is_refused(extracted, base_of, tmp_path):
     (problem,) = unfit(extracted, base_of("llama", "bfloat16"), tmp_path / "again")
     assert problem.code == "base-differs-apply" and problem.values["count"] == len(problem.details) == 51
