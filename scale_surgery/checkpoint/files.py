@@ -35,6 +35,12 @@ COPIED_AT_ONCE = 1 << 23
 FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
 
 
+def nearest_folder(path: Path) -> Path:
+    """Return a path if there is something, or the nearest folder above it that exists."""
+    place = path.resolve()
+    return next(folder for folder in (place, *place.parents) if folder.exists())
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
     if sys.platform == "win32":  # it opens no folder, and syncs only files that are open for writing
@@ -182,7 +188,7 @@ def way_to(target: Path, source: Path, how: BaseWeights) -> BaseWeights:
     Raises:
         CheckpointError: If hard links are wanted, and the folder is on another disk than the file.
     """
-    parent, real = next(folder for folder in target.resolve().parents if folder.exists()), source.resolve()
+    parent, real = nearest_folder(target.resolve().parent), source.resolve()
     if how == "link" and real.stat().st_dev != parent.stat().st_dev:
         raise CheckpointError(Problem("hard-link-failed", source, folder=parent, error=os.strerror(errno.EXDEV)))
     if how != "auto":

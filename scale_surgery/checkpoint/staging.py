@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.file_stat import Stamps, check_unchanged
-from scale_surgery.checkpoint.files import remove_unfinished, remove_unfinished_of, sync, write_text
+from scale_surgery.checkpoint.files import nearest_folder, remove_unfinished, remove_unfinished_of, sync, write_text
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.listing import reached
 from scale_surgery.checkpoint.locks import link_problems, locked, names_beside, refuse_links, replace_folder, settle
@@ -48,7 +48,7 @@ def _target_problems(target: Path, sources: list[Path], *, overwrite: bool) -> l
     ]
     if not problems:
         problems = _occupied(target, partial, overwrite=overwrite)
-    parent = next(folder for folder in target.resolve().parents if folder.exists())
+    parent = nearest_folder(target.resolve().parent)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         problems.append(Problem("output-closed", target, parent=parent))
     return problems
@@ -74,7 +74,7 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
         with reached(file):
             if place.is_dir():
                 problems.append(Problem("output-file-is-folder", file))
-            parent = next(folder for folder in place.parents if folder.exists())
+            parent = nearest_folder(place.parent)
             if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
                 problems.append(Problem("output-file-closed", file, parent=parent))
     counts = Counter(file.resolve() for file in files if file is not None)
@@ -137,7 +137,7 @@ def _state_file(target: Path) -> Path:
 
 def check_space(target: Path, needed_bytes: int) -> None:
     """Check that the disk has enough free space, beside what an unfinished run wrote: it is used or removed."""
-    parent = next(folder for folder in target.resolve().parents if folder.exists())
+    parent = nearest_folder(target.resolve().parent)
     free = shutil.disk_usage(parent).free + bytes_in(_partial(target))
     if free < needed_bytes:
         raise CheckpointError(Problem("output-without-space", target, needed=needed_bytes, parent=parent, free=free))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint.files import nearest_folder
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.sources import find_beside_weights
 from scale_surgery.errors import DataError, Problem
@@ -135,10 +136,9 @@ def estimate_cost(
     if work.has_pilot:
         added = min(added, read_budget(work.recipe.ranking.budget, plan.costs.parameters_before))
     base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
-    place = next(folder for folder in (work.folder.resolve(), *work.folder.resolve().parents) if folder.exists())
     count = count_tokens(work.recipe.data, tokenizer)
     calls = {stage.name: stage.call(kept) for stage in stages}
-    disk, free = _disk(work, base_bytes, added), shutil.disk_usage(place).free
+    disk, free = _disk(work, base_bytes, added), shutil.disk_usage(nearest_folder(work.folder)).free
     # the models of a job share files by hard links
     inodes = (file.stat() for file in work.folder.rglob("*") if file.is_file())
     written = sum({(each.st_dev, each.st_ino): each.st_size for each in inodes}.values())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from scale_surgery.checkpoint.files import plain_json, write_json
+from scale_surgery.checkpoint.files import nearest_folder, plain_json, write_json
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.records import read_record
 from scale_surgery.checkpoint.staging import touches
@@ -63,8 +63,7 @@ def check_job_folder(folder: Path, record: str, before: tuple[str, ...], inputs:
         for given, path in inputs.items()
         if path.exists() and touches(folder, path)
     ]
-    place = folder.resolve()
-    parent = next(existing for existing in (place, *place.parents) if existing.exists())
+    parent = nearest_folder(folder)
     if not os.access(parent, os.W_OK | os.X_OK):
         problems.append(Problem("output-closed", folder, parent=parent))
     if problems:
