@@ -59,6 +59,7 @@ from scale_surgery.running.new_tokens import check_source
 from scale_surgery.running.options import RunOptions
 from scale_surgery.running.processes import count_launched
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.text.instructions import SHIPPED
 from scale_surgery.text.sources import parse_source
 from scale_surgery.text.uses import texts_of_two_uses
 from scale_surgery.training.arguments import check_device
@@ -355,10 +356,15 @@ def _check_settings(recipe: Recipe) -> None:
 def _texts_of_two_uses(recipe: Recipe) -> Iterator[Problem]:
     """Yield texts to measure on that are trained or calibrated on, or of which new tokens are chosen, as well."""
     rehearsed = tuple(name for name in recipe.training.rehearse if name != ITSELF)
-    learned = {"--data": recipe.data, "--rehearse": rehearsed}
-    chosen = {"--new-tokens-from": recipe.tokens.token_texts}
+    prompts = recipe.training.rehearsal_prompts
+    learned = {
+        "--data": recipe.data,
+        "--rehearse": rehearsed,
+        "rehearsal_prompts": () if prompts in (None, SHIPPED) else (prompts,),
+        "--new-tokens-from": recipe.tokens.token_texts,
+    }
     uses = {
-        "measure_new": (recipe.measure_new, learned | {"--old": recipe.old} | chosen),
+        "measure_new": (recipe.measure_new, learned | {"--old": recipe.old}),
         "measure_old": (recipe.measure_old, learned | {"--old": recipe.old}),
         "--old": (recipe.old, learned),
     }

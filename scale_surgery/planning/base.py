@@ -87,6 +87,12 @@ class Base:
         return {name: info for name, info in self.checkpoint.tensors.items() if self.facts.is_loaded(name)}
 
     @cached_property
+    def read(self) -> dict[str, TensorInfo]:
+        """The tensors that its class loads and reads; old files have masks, which it ignores."""
+        unread = [re.compile(pattern) for pattern in self.architecture.unread]
+        return {name: info for name, info in self.loaded.items() if not any(pattern.search(name) for pattern in unread)}
+
+    @cached_property
     def prefix(self) -> str:
         """Prefix of its names on disk."""
         return find_prefix(self.architecture, self.checkpoint.tensors)

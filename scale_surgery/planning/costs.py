@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ class Costs:
     """Costs of an expansion.
 
     Attributes:
-        parameters_before: Parameters of the base model as stored.
+        parameters_before: Stored parameters of the base model that its class reads.
         parameters_added: Parameters added in all.
         bytes_added: Bytes of the new shards.
         parameters_per_layer: Parameters added in the expanded layer that gets most.
@@ -59,7 +60,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
     # rows of new tokens are below all layers
     trained = [0] if specs["widths"]["new_tokens"] else specs["collaborative"]["layers"]
     decomposed = [tensor for tensor in tensors if tensor.init == "svd"]
-    before = sum(info.elements for info in checkpoint.tensors.values())
+    before = sum(info.elements for info in base.read.values())
     widths = Widths(**specs["widths"])
     facts = (base.architecture, base.sizes, widths)
     has_stock_form = not any(stock_problems(*facts))
@@ -67,10 +68,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
         parameters_before=before,
         parameters_added=added,
         bytes_added=sum(tensor.bytes for tensor in tensors),
-        parameters_per_layer=max(
-            (sum(tensor.elements for tensor in tensors if tensor.layer == layer) for layer in specs["expanded_layers"]),
-            default=0,
-        ),
+        parameters_per_layer=_most_in_a_layer(tensors),
         forward_factor=_forward_factor(base, tensors),
         up_stream_from=min(specs["expanded_layers"], default=0),
         base_stream_from=min(trained, default=None),
@@ -82,12 +80,11 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
 def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPlan]) -> Costs:
     """Costs of duplicated layers."""
     layers, checkpoint = specs["expanded_layers"], base.checkpoint
-    added = sum(tensor.elements for tensor in tensors)
     return Costs(
-        parameters_before=sum(info.elements for info in checkpoint.tensors.values()),
-        parameters_added=added,
+        parameters_before=sum(info.elements for info in base.read.values()),
+        parameters_added=sum(tensor.elements for tensor in tensors),
         bytes_added=sum(tensor.bytes for tensor in tensors),
-        parameters_per_layer=added // len(layers),
+        parameters_per_layer=_most_in_a_layer(tensors),
         forward_factor=_forward_factor(base, tensors),
         # training reaches down to the lowest copy, which stands after the first of the chosen layers
         up_stream_from=layers[0],
@@ -97,17 +94,29 @@ def estimate_depth(base: Base, specs: Mapping[str, Any], tensors: Sequence[Tenso
     )
 
 
+def _most_in_a_layer(tensors: Sequence[TensorPlan]) -> int:
+    """Return the parameters of the layer that gets most."""
+    added = Counter[int]()
+    for tensor in tensors:
+        if tensor.layer is not None:
+            added[tensor.layer] += tensor.elements
+    return max(added.values(), default=0)
+
+
 def _forward_factor(base: Base, tensors: Sequence[TensorPlan]) -> float:
-    layers = f"{base.prefix}{base.architecture.layers}."
+    layers, embedding = f"{base.prefix}{base.architecture.layers}.", base.architecture.embedding_weight
     # experts count all, though a token goes through few of them
-    matrices = (
-        info for name, info in base.checkpoint.tensors.items() if name.startswith(layers) and len(info.shape) > 1
-    )
+    matrices = (info for name, info in base.read.items() if name.startswith(layers) and len(info.shape) > 1)
     before = sum(info.elements for info in matrices) + base.sizes.vocabulary * base.sizes.hidden
+
+    def is_product(tensor: TensorPlan) -> bool:
+        # the head of a tied model reads the rows of new tokens too
+        is_read_twice = tensor.block == "new_rows" and base.sizes.is_tied
+        return len(tensor.shape) > 1 and (is_read_twice or not tensor.source.endswith(embedding))
+
     # a trained copy takes the place of a base product
-    others = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.block not in REPLACING]
-    is_product = [tensor for tensor in others if not tensor.source.endswith(base.architecture.embedding_weight)]
-    return (before + sum(tensor.elements for tensor in is_product)) / before
+    others = (tensor for tensor in tensors if tensor.block not in REPLACING)
+    return (before + sum(tensor.elements for tensor in others if is_product(tensor))) / before
 
 
 def _peak_memory(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
 from scale_surgery.checkpoint.names import CONFIG_FILE
-from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering, numbering_of
+from scale_surgery.checkpoint.numbering import AFTER, CONFIG_KEY, Numbering
 from scale_surgery.errors import PlanError, Problem
 from scale_surgery.planning.architecture import Architecture, numberless
 from scale_surgery.planning.base import Base
@@ -53,7 +53,7 @@ class Depth(Method):
         """Which layers are copies."""
         check_depth_config(base.architecture, base.checkpoint.config, base.sizes.layers)
         specs = build_depth_specs(base.architecture, resolved.layers)
-        _check_tensors(base, resolved.layers, numbering_of(specs))
+        _check_tensors(base, resolved.layers)
         return specs
 
     def new_tensors(self, base: Base, specs: Spec) -> Iterator[NewTensor]:
@@ -76,7 +76,7 @@ class Depth(Method):
         return f"{tensors} not as at the start"
 
 
-def _check_tensors(base: Base, layers: Sequence[int], numbering: Numbering | None) -> None:
+def _check_tensors(base: Base, layers: Sequence[int]) -> None:
     """Refuse copies that nothing makes mute, tensors that are not floats, and names on disk that cannot be numbered."""
     paths = [layer_path(base.architecture, base.prefix, layer) for layer in layers]
     floats = FLOAT_DTYPES.values()
@@ -90,7 +90,8 @@ def _check_tensors(base: Base, layers: Sequence[int], numbering: Numbering | Non
     ]
     coded = [tensor.source for tensor in depth_tensors(base, layers) if base.loaded[tensor.source].dtype not in floats]
     problems += [Problem("copies-not-floats", "--method depth", tensors=coded)] if coded else []
-    if numbering is not None and not numbering.numbers(f"{paths[0]}x"):
+    numbering = Numbering(base.architecture.base_model, base.architecture.layers, tuple(layers))
+    if not numbering.numbers(f"{paths[0]}x"):
         problems.append(Problem("layers-named-otherwise", "--method depth", path=paths[0]))
     if problems:
         raise PlanError(*problems)

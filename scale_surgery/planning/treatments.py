@@ -10,6 +10,8 @@ from scale_surgery.planning.selection import format_layers
 
 def treatment_rows(architecture: Architecture, added: Mapping[int, int] | None = None) -> list[tuple[str, str]]:
     """How each kind of layer is expanded, and why no more of it."""
+    if architecture.is_uniform:
+        return [("treatment", _kind(architecture.kinds[0]))]
     rows = []
     for number, kind in enumerate(architecture.kinds):
         chosen = [
@@ -20,10 +22,9 @@ def treatment_rows(architecture: Architecture, added: Mapping[int, int] | None =
         if chosen:
             counts = sorted({added[layer] for layer in chosen}) if added is not None else []
             title = f"layer{'s' * (len(chosen) > 1)} {format_layers(tuple(chosen))}"
-            added_text = f": +{counts[-1]:,}{' each' * (len(chosen) > 1)}" if counts else ""
+            most = "at most " * (len(counts) > 1)
+            added_text = f": {most}+{counts[-1]:,}{' each' * (len(chosen) > 1)}" if counts else ""
             rows.append((title, _kind(kind) + added_text))
-    if architecture.is_uniform:
-        return [("treatment", _kind(architecture.kinds[0]))]
     return rows
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from scale_surgery.checkpoint.expansions import ROUTER_KEY, specs_of_expansions
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.foreign import adopt_line
-from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILES
+from scale_surgery.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, OWN_CODE_FILES, as_unicode
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.command_lines import changed_options, command, of_revision
 from scale_surgery.planning.methods import complete
@@ -93,7 +93,7 @@ def after_evaluation(result: Evaluation, models: Sequence[str]) -> str:
 
 
 def _of_name(name: str, models: Sequence[str]) -> str:
-    return next(model for model in models if Path(model).resolve().name == name)
+    return next(model for model in models if as_unicode(Path(model).resolve().name) == name)
 
 
 def after_report(report: Report, path: Path, name: str | None) -> str:

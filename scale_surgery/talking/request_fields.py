@@ -7,6 +7,8 @@ from json import loads
 from reprlib import repr as shortened
 from typing import Any
 
+from transformers import GenerationConfig
+
 from scale_surgery.fields import KIND_NAMES, Range
 
 # fields that transformers' server reads, by endpoint; it accepts others and ignores them
@@ -91,6 +93,8 @@ EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tools": ("a list of objects", lambda value: value == [] or _is_list(value, dict)),
     "top_p": _numbers(float, Range(least=0, most=1)),
 }
+# fields that clients send empty if nothing is asked
+EMPTY = frozenset({"logit_bias", "stop"})
 # required fields
 NEEDED = frozenset({"input", "messages", "prompt"})
 
@@ -105,8 +109,8 @@ class Refusal(Exception):  # noqa: N818
 
 def check_fields(read: Collection[str], body: dict[str, Any]) -> None:
     """Check that a request has no field that the server would ignore, and that the values of its fields are valid."""
-    # null means that a field is not set, but the server takes some nulls as values
-    for name in [name for name, value in body.items() if value is None]:
+    # null and what is empty mean that a field is not set, but the server takes some nulls as values
+    for name in [name for name, value in body.items() if value is None or (name in EMPTY and value in ([], {}))]:
         del body[name]
     asked = {name for name, value in body.items() if not _is_usual(name, value)}
     if ignored := sorted(asked - LABELS - set(read)):
@@ -122,6 +126,13 @@ def check_fields(read: Collection[str], body: dict[str, Any]) -> None:
             raise Refusal(f"{name} is missing, expected {words}.", name, "missing_required_parameter")
         if not is_expected(body[name]):
             raise Refusal(f"{name} is {shortened(body[name])}, expected {words}.", name, "invalid_value")
+    known = vars(GenerationConfig())  # type: ignore[no-untyped-call]
+    if unknown := [name for name in loads(body.get("generation_config", "{}")) if name not in known]:
+        raise Refusal(
+            f"generation_config has {shortened(unknown[0])}, which transformers' GenerationConfig has not.",
+            "generation_config",
+            "invalid_value",
+        )
 
 
 def _is_usual(name: str, value: Any) -> bool:

@@ -15,23 +15,30 @@ streamer                _decode_stream: decodes after the prompt; _enqueue: cuts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import time
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import GenerateManager, InferenceThread, get_response_template
+from transformers.cli.serving.utils import GenerateManager, InferenceThread, Modality, get_response_template
 
 from scale_surgery.errors import DataError
 from scale_surgery.running.context import check_room, context_of
+from scale_surgery.running.own_generation import end_tokens
 from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.talking.request_fields import CHAT, COMPLETIONS, RESPONSES, Refusal, check_fields
 
+# types of a message's parts that are text
+TEXT_PARTS = ("text", "input_text", "output_text")
+# how a tokenizer shows bytes that are no whole character
+HALF = "\ufffd"
 # most tokens of an answer if neither request nor model sets them, as in transformers' server
 DEFAULT_TOKENS = 1024
 
@@ -44,9 +51,13 @@ def _refused(code: str) -> Iterator[None]:
         raise Refusal(str(error), None, code) from error
 
 
-def _fit(model: Any, inputs: Any, config: Any) -> list[int]:
-    """Check the tokens of a prompt, and limit the answer to the model's context."""
+def _fit(model: Any, processor: Any, inputs: Any, config: Any) -> list[int]:
+    """Check the tokens of a prompt, limit the answer to the model's context, and end it where `generate` does."""
     ids: list[int] = inputs["input_ids"].flatten().tolist()
+    if config.eos_token_id in (None, model.generation_config.eos_token_id):
+        # training ends plain text with the tokenizer's token
+        ends = {*end_tokens(model), getattr(processor, "tokenizer", processor).eos_token_id} - {None}
+        config.eos_token_id = sorted(ends) or None
     if not ids:
         raise Refusal("The prompt has no token, expected at least one.", None, "invalid_value")
     context = context_of(model.config)
@@ -67,23 +78,36 @@ def _fit(model: Any, inputs: Any, config: Any) -> list[int]:
 
 
 class AnswerText:
-    """The text of an answer, received in pieces and cut at a stop text; a possible start of a stop is held back."""
+    """The text of an answer, received in pieces and cut at a stop text; a possible start of a stop is held back.
+
+    transformers would also stop at a stop text that begins in the prompt, so it is not told of them.
+    """
 
     def __init__(self, config: Any) -> None:
-        stops = config.stop_strings or ()
+        stops, config.stop_strings = config.stop_strings or (), None
         self.config, self.stops = config, (stops,) if isinstance(stops, str) else tuple(stops)
         self.held, self.is_over = "", False
+
+    def is_stopped(self, ids: Tensor, _: Any) -> Tensor:
+        """Return for each row whether generation ends, as transformers' stopping criteria do."""
+        return torch.full(ids.shape[:1], self.is_over, device=ids.device)
+
+    def note_end(self, tokens: Tensor) -> None:
+        """Note that an answer is whole: the server would report one of the greatest length as cut."""
+        ends = self.config.eos_token_id
+        if tokens.numel() and int(tokens.flatten()[-1]) in (ends if isinstance(ends, list) else [ends]):
+            self.config.max_new_tokens = None
 
     def take(self, piece: str, *, is_last: bool = False) -> str:
         """Return the text that can be shown after the next piece."""
         if self.is_over:
             return ""
         text = self.held + piece
-        if found := [place for stop in self.stops if (place := text.find(stop)) >= 0]:
+        if (known := cut(text, self.stops)) != text:
             self.is_over = True
             # the server would report that an answer of this length was cut
             self.config.max_new_tokens = None
-            return text[: min(found)]
+            return known
         begun = (place for place in range(len(text)) if any(stop.startswith(text[place:]) for stop in self.stops))
         end = len(text) if is_last else next(begun, len(text))
         self.held = text[end:]
@@ -97,6 +121,11 @@ class AnswerText:
             enqueue(text)
         if not is_piece:
             enqueue(item)
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first stop text in it."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
 class OnePath(GenerateManager):
@@ -121,16 +150,26 @@ class OnePath(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Start a stream."""
-        ids = _fit(model, inputs, gen_config)
+        ids = _fit(model, processor, inputs, gen_config)
         # beam search yields no token before the end
         gen_config.num_beams = 1
+        answer = AnswerText(gen_config)
 
         def generate(*, streamer: Any, **options: Any) -> None:
-            if self.continues_prompt:
+            # DecodeStream cannot begin behind half a character
+            if self.continues_prompt and not processor.decode(ids).endswith(HALF):
                 streamer._decode_stream = DecodeStream(ids, skip_special_tokens=True)
-            streamer._enqueue = partial(AnswerText(gen_config).hand_on, streamer._enqueue)
+            streamer._enqueue = partial(answer.hand_on, streamer._enqueue)
+            put = streamer.put
+
+            def note(tokens: Tensor) -> None:
+                if tokens.dim() == 1:  # not the prompt
+                    answer.note_end(tokens)
+                put(tokens)
+
+            streamer.put = note
             try:
-                model.generate(streamer=streamer, **options)
+                model.generate(streamer=streamer, stopping_criteria=[answer.is_stopped], **options)
             except Exception as error:
                 # the server puts the message between quotes without escapes
                 error.args = (" ".join(str(error).replace("\\", "/").replace('"', "'").split()),)
@@ -144,16 +183,26 @@ class OnePath(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Compute an answer."""
-        ids = _fit(model, inputs, gen_config)
-        _, length, made = await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        ids = _fit(model, processor, inputs, gen_config)
+        answer = AnswerText(gen_config)
         decode = partial(processor.decode, clean_up_tokenization_spaces=False)
         before = ids if self.continues_prompt else []
-        known, whole = (decode(some, skip_special_tokens=True) for some in (before, [*before, *made.tolist()]))
-        answer = AnswerText(gen_config)
-        text = answer.take(whole[len(known) :], is_last=True)
+        known = decode(before, skip_special_tokens=True)
+
+        def text_of(made: Tensor) -> str:
+            return str(decode([*before, *made.tolist()], skip_special_tokens=True)[len(known) :])
+
+        def is_stopped(tokens: Tensor, _: Any) -> Tensor:
+            has_stop = any(stop in text_of(tokens[0, len(ids) :]) for stop in answer.stops)
+            return torch.full(tokens.shape[:1], has_stop, device=tokens.device)
+
+        stand_in: Any = SimpleNamespace(generate=partial(model.generate, stopping_criteria=[is_stopped]))
+        _, length, made = await super().generate_non_streaming(stand_in, processor, inputs, gen_config, *args, **kwargs)
+        answer.note_end(made)
+        text = answer.take(text_of(made), is_last=True)
         if answer.is_over and get_response_template(processor, model) is not None:
             # here the server decodes the tokens, and ignores the text
-            rest = AnswerText(gen_config).take(decode(made), is_last=True)
+            rest = cut(decode(made), answer.stops)
             made = made.new_tensor(processor(rest, add_special_tokens=False)["input_ids"])
         return text, length, made
 
@@ -195,7 +244,15 @@ class Server(Serve):
         for handler in (*handlers, self._systemone_handler):
             handler._resolve_model = partial(self._resolve, handler._resolve_model, handler)
         # transformers and chat templates refuse requests with exceptions that would be reported as internal errors
-        for kind in (Refusal, HTTPException, RequestValidationError, TemplateError, TypeError, ValueError):
+        for kind in (
+            Refusal,
+            HTTPException,
+            RequestValidationError,
+            TemplateError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):
             self.server.config.app.add_exception_handler(kind, _refuse)
         self.ready()
         with suppress(KeyboardInterrupt):
@@ -249,7 +306,18 @@ def _fit_bias(model: Any, body: dict[str, Any]) -> None:
 
 
 def _read(stock: Callable[..., Any], *args: Any) -> Any:
-    """Let the server read the parts of a conversation."""
+    """Let the server read the parts of a conversation; a model of text would be asked without all others."""
+    if len(args) > 1 and args[1] is Modality.LLM:
+        contents = [message.get("content") for message in args[0] if isinstance(message, Mapping)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
+        if unread := [kind for kind in kinds if kind not in TEXT_PARTS]:
+            raise Refusal(
+                f"A message has a part of type {unread[0]}, which this model does not read, expected "
+                f"{' or '.join(TEXT_PARTS)}.",
+                "messages",
+                "invalid_value",
+            )
     try:
         return stock(*args)
     except (AttributeError, LookupError) as error:
@@ -268,7 +336,11 @@ def _refuse(request: Any, error: Exception) -> Any:
     elif isinstance(error, RequestValidationError):
         found = error.errors()[0]["msg"]
         error = Refusal(f"The body of the request: {found}, expected an object in JSON.", None, "invalid_value")
+    elif isinstance(error, RuntimeError):
+        # of the computation, such as memory that is short
+        error = Refusal(" ".join(str(error).split()), None, None, 500)
     elif not isinstance(error, Refusal):
         error = Refusal(f"The request cannot be answered: {error}", None, "invalid_value")
-    content = {"message": str(error), "type": "invalid_request_error", "param": error.parameter, "code": error.code}
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    content = {"message": str(error), "type": kind, "param": error.parameter, "code": error.code}
     return JSONResponse({"error": content}, status_code=error.status)

@@ -34,6 +34,11 @@ def texts_named_twice(option: str, texts: Sequence[str | Path]) -> Iterator[Prob
             yield Problem("text-twice", other, option=option, other=one)
 
 
+def share_text(one: str, other: str) -> bool:
+    """Return True if two texts, by their names, have a file or a dataset in common."""
+    return _share_text(*_source_and_files(one), *_source_and_files(other))
+
+
 def _source_and_files(name: str) -> tuple[TextSource, set[Path]]:
     source = parse_source(name)
     return source, {file.resolve() for text in texts_in(source) for file in text.files}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.names import TOKENIZER_FILE
 from scale_surgery.planning.plan import Plan
+from scale_surgery.planning.scale import USUAL_INNER
 from scale_surgery.running.pieces import LOGITS_AT_ONCE
 from scale_surgery.training.arguments import Precision
 from scale_surgery.training.settings import TrainingSettings
@@ -43,13 +44,21 @@ def forecast_memory(
     sizes, costs = plan.sizes, plan.costs
     # rehearsal has its own forward and backward pass
     tokens = max(settings.batch_size, settings.rehearsed_rows if settings.rehearse else 0) * length
-    first = costs.up_stream_from if costs.base_stream_from is None else costs.base_stream_from
-    hidden, inner = KEPT_OF_UP if costs.base_stream_from is None else KEPT
-    kept = (sizes.layers - first) * (hidden * sizes.hidden + inner * sizes.inner)
+    layers = sizes.layers + (len(plan.layers) if plan.method.adds_layers else 0)
+    first = layers if costs.base_stream_from is None else costs.base_stream_from
+    # a mixture, say, has no inner size of its own
+    features = sizes.hidden, sizes.inner or USUAL_INNER * sizes.hidden
+
+    def numbers(multiples: tuple[int, int]) -> int:
+        return multiples[0] * features[0] + multiples[1] * features[1]
+
+    # layers through which gradients of both streams pass, and of the up stream alone
+    whole, beside = layers - first, max(0, first - costs.up_stream_from)
+    kept = whole * numbers(KEPT) + beside * numbers(KEPT_OF_UP)
     if settings.gradient_checkpointing:
         # the input of each layer, and everything inside one layer
-        kept = kept // max(1, sizes.layers - first) + (sizes.layers - first) * sizes.hidden
-    running = RUNNING[0] * sizes.hidden + RUNNING[1] * sizes.inner
+        kept = numbers(KEPT if whole else KEPT_OF_UP) + (whole + beside) * sizes.hidden
+    running = numbers(RUNNING)
     logits = min(LOGITS_AT_ONCE, tokens * sizes.vocabulary)
     stored = sum(info.bytes for info in base.tensors.values())
     weights = stored * (2 if precision.widens else 1) + TRAINED_BYTES * trained

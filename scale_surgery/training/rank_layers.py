@@ -22,7 +22,7 @@ from scale_surgery.fields import problems_of
 from scale_surgery.planning.base import Base, base_in, check_is_base
 from scale_surgery.planning.methods import complete
 from scale_surgery.planning.plan import plan_expansion
-from scale_surgery.planning.request import Request, check_is_request
+from scale_surgery.planning.request import NO_LAYERS, Request, check_is_request
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.context import choose_length, context_of
@@ -145,6 +145,8 @@ def _checked(request: Request, settings: RankingSettings) -> Request:
     problems = problems_of(settings)
     if (layers := request.collaborative_layers) is not None:
         problems.append(Problem("collaborative-too-early", "--collaborative-layers", layers=layers))
+    if request.layers == NO_LAYERS:
+        problems.append(Problem("value-unfit", "--layers", value=NO_LAYERS, kind="layers to choose from"))
     if problems:
         raise PlanError(*problems)
     return complete(request)

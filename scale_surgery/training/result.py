@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import LOG_FILE
 from scale_surgery.checkpoint.sources import listed
+from scale_surgery.text.instructions import SHIPPED
 from scale_surgery.text.uses import texts_of_two_uses
 from scale_surgery.training.run_folder import CURVES_FILE, TrainingRun, last_measured
 from scale_surgery.training.settings import SAMPLE, EvalData, TrainingSchedule, TrainingSettings
@@ -124,7 +125,12 @@ def loss_warnings(change: LossChange | None) -> tuple[str, ...]:
 def use_warnings(data: Sequence[str | Path], eval_data: EvalData, settings: TrainingSettings) -> tuple[str, ...]:
     """Return a warning for each text that is measured, and learned or rehearsed as well."""
     rehearsed = () if settings.rehearses_itself else settings.rehearse
-    others = {"--data": list(map(str, data)), "--rehearse": list(map(str, rehearsed))}
+    prompts = settings.rehearsal_prompts if settings.rehearses_itself else None
+    others = {
+        "--data": list(map(str, data)),
+        "--rehearse": list(map(str, rehearsed)),
+        "rehearsal_prompts": [] if prompts in (None, SHIPPED) else [prompts],
+    }
     measured = list(map(str, (*listed(eval_data.old), *listed(eval_data.new))))
     return tuple(
         f"{found.where} is measured, and {found.values['trained']} has it too: its loss does not show how the model "

@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -18,10 +19,11 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.cli.options import read_settings
 from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
-from scale_surgery.learning.learn import prepare
+from scale_surgery.learning.learn import _texts_of_two_uses, prepare
 from scale_surgery.learning.presets import JobFacts, with_preset
 from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, unknown_setting, values_of
 from scale_surgery.learning.recipe_file import recipe_text
+from scale_surgery.learning.stages import Work
 from scale_surgery.training.settings import TrainingSettings, check_settings
 from tests.command import run
 from tests.conftest import edited, problems, refused
@@ -332,3 +334,36 @@ def test_what_neither_the_line_nor_a_recipe_gives_is_wrong_usage(missing, data, 
     assert f"or {missing} in a recipe." in run("learn", *rest, "-o", tmp_path / "job", code=2).output
     (tmp_path / "r.yaml").write_text(json.dumps({missing: str(words[missing][-1])}))
     run("learn", *rest, "--recipe", tmp_path / "r.yaml", "--write-recipe", tmp_path / "again.yaml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [
+        ({"training.rehearse": "q.jsonl"}, "--rehearse"),
+        ({"training.rehearse": "self", "training.rehearsal_prompts": "q.jsonl"}, "rehearsal_prompts"),
+        ({"tokens.token_texts": "q.jsonl", "tokens.token_count": 3}, "--new-tokens-from"),
+        ({"training.rehearse": "self", "training.rehearsal_prompts": "shipped"}, None),
+    ],
+)
+def test_what_forgetting_is_measured_on_has_no_other_use(
+    settings: dict[str, Any], option: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("new.txt", "q.jsonl"):
+        (tmp_path / name).write_text("x")
+    recipe = make_recipe({"model": "m", "data": "new.txt", "old": "q.jsonl", **settings})
+    found = [(problem.code, problem.where, problem.values["trained"]) for problem in _texts_of_two_uses(recipe)]
+    assert found == ([] if option is None else [("text-of-two-uses", "q.jsonl", option)])
+
+
+def test_new_tokens_are_chosen_without_the_held_out_part_whatever_the_text_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new.txt").write_text("x")
+    (tmp_path / "other.txt").write_text("y")
+    for name in ("new.txt", "./new.txt", str(tmp_path / "new.txt"), str(tmp_path)):
+        recipe = make_recipe({"model": "m", "data": "new.txt", "tokens.token_texts": name, "tokens.token_count": 3})
+        assert Work(recipe, Path("out"), True).tokens.token_texts == ("out/texts-new/learn.jsonl",)
+    recipe = make_recipe({"model": "m", "data": "new.txt", "tokens.token_texts": "other.txt", "tokens.token_count": 3})
+    assert Work(recipe, Path("out"), True).tokens.token_texts == ("other.txt",), "the control"

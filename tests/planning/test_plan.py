@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.expansions import expansion_of
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.deriving.base import read_base
@@ -32,6 +34,7 @@ from scale_surgery.show.tables_plan import plan_rows
 from tests.command import run
 from tests.conftest import edited, problems, refused
 from tests.sweep.take import twin_config, write_base
+from tests.tiny import save_tiny
 
 
 @pytest.fixture
@@ -91,6 +94,30 @@ def test_without_layers_only_tokens_are_added(refuse, variant):
 
 def rows(made: Plan) -> dict[str, str]:
     return dict(plan_rows(made))
+
+
+def test_tensors_that_no_class_reads_cost_nothing(tmp_path):
+    """Masks of old files; the control is the same base without them."""
+    plain, masked = (tmp_path / name for name in ("plain", "masked"))
+    save_tiny(plain, "gpt2")
+    shutil.copytree(plain, masked)
+    with edited(masked / "model.safetensors") as tensors:
+        tensors |= {f"transformer.h.{layer}.attn.bias": torch.ones(1, 1, 64, 64) for layer in range(3)}
+    counted = [plan(base, Request("1")).costs for base in (plain, masked)]
+    assert counted[0].parameters_before == counted[1].parameters_before
+    assert counted[0].forward_factor == counted[1].forward_factor > 1
+
+
+def test_rows_of_new_tokens_are_read_by_the_head(tmp_path):
+    """Of a tied model, too."""
+    new = NewTokens(tuple(f"token{number}" for number in range(50)))
+    factors = []
+    for is_tied in (True, False):
+        base = tmp_path / str(is_tied)
+        save_tiny(base, "llama", tie_word_embeddings=is_tied, vocab_size=1200)
+        AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(base)
+        factors.append(plan(base, Request("none", new_tokens=new)).costs.forward_factor)
+    assert factors[0] == factors[1] > 1
 
 
 def test_a_plan_says_what_the_expansion_can_become_and_what_stands_outside_its_layers(base_of):

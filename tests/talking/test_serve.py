@@ -189,7 +189,7 @@ def test_fields_that_would_be_ignored_are_refused_by_name() -> None:
         ("top_p", 1.5, 1, "a number, from 0 to 1"),
         ("frequency_penalty", -1, -0.5, "a number, more than -1"),
         ("seed", 0.5, -1, "a whole number, from -9223372036854775808 to 18446744073709551615"),
-        ("stop", [], ".", "text, or a list of texts, none of them empty"),
+        ("stop", "", ".", "text, or a list of texts, none of them empty"),
         ("stop", ["."] * 2 + [""], ["."], "text, or a list of texts, none of them empty"),
         ("stream", 1, False, "true or false"),
         ("suffix", 1, "", "text"),
@@ -210,16 +210,11 @@ def test_fields_hold_what_they_should(name: str, wrong: Any, right: Any, expecte
 def test_null_is_as_good_as_nothing() -> None:
     from scale_surgery.talking.request_fields import CHAT, RESPONSES, Refusal, check_fields
 
-    body = {"messages": [{}], "chat_template_kwargs": None, "stop": None}
+    body = {"messages": [{}], "chat_template_kwargs": None, "stop": [], "logit_bias": {}}
     check_fields(CHAT, body)
     assert body == {"messages": [{}]}
     for read, body, message in (
         (CHAT, {"messages": None}, r"^messages is missing, expected a list of objects, at least one\.$"),
-        (
-            CHAT,
-            {"messages": [{}], "logit_bias": {}},
-            r"^logit_bias is {}, expected an object of token ids, each with a",
-        ),
         (CHAT, {"messages": [{}], "logit_bias": {"Q": 1}}, "^logit_bias is {'Q': 1}, expected an object of token ids"),
         (RESPONSES, {}, r"^input is missing, expected text, or a list of objects\.$"),
     ):
@@ -234,6 +229,28 @@ def short_stories(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     with edited(folder / "config.json") as config:
         config["max_position_embeddings"] = 32
     return folder
+
+
+def test_settings_that_nothing_reads_are_refused() -> None:
+    from scale_surgery.talking.request_fields import COMPLETIONS, Refusal, check_fields
+
+    with pytest.raises(Refusal, match=r"^generation_config has 'temprature', which"):
+        check_fields(COMPLETIONS, {"prompt": "Q:", "generation_config": '{"top_k": 1, "temprature": 2}'})
+
+
+def test_parts_of_a_message_that_a_model_of_text_cannot_read_are_refused() -> None:
+    from transformers.cli.serving.utils import Modality
+
+    from scale_surgery.talking.server import Refusal, _read
+
+    text, picture = {"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}
+    given: list[Any] = []
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": [text]}]
+    _read(lambda *args: given.append(args), messages, Modality.LLM)
+    _read(lambda *args: given.append(args), [{"role": "user", "content": [picture]}], Modality.VLM)
+    with pytest.raises(Refusal, match=r"^A message has a part of type image_url, which this model does not read"):
+        _read(lambda *args: given.append(args), [{"role": "user", "content": [text, picture]}], Modality.LLM)
+    assert len(given) == 2
 
 
 def answers_of(folder: Path, prompt: str, **settings: Any) -> list[tuple[str, int, bool]]:
@@ -277,12 +294,13 @@ def test_a_prompt_needs_tokens_that_the_model_has(short_stories: Path) -> None:
     from scale_surgery.talking.server import Refusal, _fit
 
     model = transformers.AutoModelForCausalLM.from_pretrained(short_stories)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(short_stories)
     for ids, message in (
         ([], "^The prompt has no token, expected"),
         ([1, 512], r"^The model: .* the id 512 for a text, expected"),
     ):
         with pytest.raises(Refusal, match=message):
-            _fit(model, {"input_ids": torch.tensor([ids])}, transformers.GenerationConfig())
+            _fit(model, tokenizer, {"input_ids": torch.tensor([ids])}, transformers.GenerationConfig())
 
 
 def test_an_answer_goes_on_with_its_prompt_up_to_a_stop(short_stories: Path) -> None:
@@ -299,6 +317,32 @@ def test_an_answer_goes_on_with_its_prompt_up_to_a_stop(short_stories: Path) -> 
         is_cut = text in (" time,", story)
         assert [(answer, cut) for answer, _, cut in answers] == [(text, is_cut)] * 2
         assert (generate(short_stories, prompt, GREEDY).answers[0].text).startswith(text)
+
+
+def test_a_stop_that_begins_in_the_prompt_is_none(short_stories: Path) -> None:
+    prompt = "Once upon a"
+    for stop in ("a time", " a time,"):
+        assert answers_of(short_stories, prompt, max_new_tokens=2, stop_strings=[stop]) == [(" time,", 2, True)] * 2
+
+
+def test_an_answer_ends_at_the_token_of_the_tokenizer_too(short_stories: Path, tmp_path: Path) -> None:
+    """As `generate` does; and one that ends at the greatest length was not cut."""
+    folder = Path(shutil.copytree(short_stories, tmp_path / "stories"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    comma = tokenizer("Once upon a time,")["input_ids"][-1]
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(comma)
+    tokenizer.save_pretrained(folder)
+    for length, is_cut in ((9, False), (2, False), (1, True)):
+        answers = answers_of(folder, "Once upon a", max_new_tokens=length)
+        assert [(count, cut) for _, count, cut in answers] == [(min(length, 2), is_cut)] * 2
+    # the request's own end
+    (whole, _) = answers_of(folder, "Once upon a", max_new_tokens=9, eos_token_id=[2])
+    assert whole[1] == 9
+
+
+def test_a_prompt_may_end_with_half_a_character(short_stories: Path) -> None:
+    whole, streamed = answers_of(short_stories, "Once upon\ufffd", max_new_tokens=4)
+    assert whole[0].strip() == streamed[0].strip() and "Once" not in streamed[0]
 
 
 @pytest.mark.parametrize(

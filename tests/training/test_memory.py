@@ -36,6 +36,11 @@ def test_what_a_run_takes(tmp_path: Path) -> None:
     assert forecast(options=replace(settings, gradient_checkpointing=True)) < forecast(
         plan(base, Request("0", variant="adapt"))
     )
+    # the up stream passes through all expanded layers, whichever of them W12 is in
+    high = plan(base, Request("all", variant="adapt", collaborative_layers="-1"))
+    assert forecast(plan(base, Request("all"))) < forecast(high) < forecast(plan(base, Request("all", variant="adapt")))
+    deep = plan(base, Request("all", method="depth"))
+    assert forecast(deep) > forecast(plan(base, Request("all", variant="adapt"))), "twice as many layers"
     # logits stand in memory a piece at a time
     whole = LOGIT_BYTES * 8 * 256 * 64_000
     assert forecast(length=512) - forecast() < LOGIT_BYTES * LOGITS_AT_ONCE < whole * 2 / 3
