@@ -67,7 +67,7 @@ def inner_key(config: PreTrainedConfig, architecture: Architecture) -> str | Non
     blocks = [block for block in architecture.kinds[0].blocks if block.inner]
     if "inner" in architecture.keys or not architecture.is_uniform or not blocks:
         return architecture.keys.get("inner")
-    stated = config.to_dict()
+    stated = config.get_text_config(decoder=True).to_dict()
     keys = [key for key, value in stated.items() if INNER_KEYS.search(key) and (value is None or type(value) is int)]
     return next((key for key in keys if _sets_inner(config, architecture, blocks[0], key)), None)
 
@@ -86,5 +86,10 @@ def _first_layer(model: PreTrainedModel, architecture: Architecture) -> nn.Modul
 
 
 def _changed_model(config: PreTrainedConfig, changes: dict[str, int]) -> PreTrainedModel:
+    content, text = config.to_dict(), config.get_text_config(decoder=True)
+    # of a model that sees images, the sizes stand in a config of their own
+    inside = [key for key, value in vars(config).items() if value is text and text is not config]
+    for place in [content[key] for key in inside] or [content]:
+        place |= changes
     with torch.device("meta"):
-        return build_model(type(config).from_dict(config.to_dict() | changes))
+        return build_model(type(config).from_dict(content))

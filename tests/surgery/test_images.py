@@ -234,6 +234,21 @@ def test_new_tokens_are_none_of_the_base(tmp_path: Path) -> None:
     assert written > before == inspect(wide).sizes.vocabulary
 
 
+@pytest.mark.parametrize("name", mostly(("gemma3", "qwen3_vl", "llava"), "gemma3".__eq__))
+def test_a_plain_checkpoint_with_more_heads_sees_the_same_image(name: str, tmp_path: Path) -> None:
+    """The sizes stand in the config of the part for language."""
+    config = config_of(name)
+    base = write_base(config, torch.float32, tmp_path / "base")
+    request = Request("all", variant="adapt", collaborate="both", up_width=0, up_kv_heads=1)
+    wide = shake(expand(base, request, tmp_path / "wide").path)
+    stock = load(merge(wide, tmp_path / "stock", to="stock").path)
+    assert type(stock) is type(AutoModelForImageTextToText.from_config(config))
+    given, text, before = inputs(name, config, torch.float32), stock.config.text_config, config.text_config
+    assert text.num_key_value_heads > before.num_key_value_heads and text.intermediate_size > before.intermediate_size
+    torch.testing.assert_close(logits(stock, **given), logits(load(wide), **given), rtol=0, atol=1e-4)
+    assert not torch.allclose(logits(stock, **given), logits(load(base), **given), rtol=0, atol=1e-2), "the control"
+
+
 def test_copies_in_files_with_other_names_are_refused(tmp_path: Path) -> None:
     """Hub files of Qwen2-VL name layers otherwise than the class, beside a flat config: no number would change."""
     base = base_of("qwen2_vl", tmp_path / "base")
