@@ -73,8 +73,8 @@ def _begin(
             stream.append(value)
         elif value is None or list(call.module.children()):
             continue
-        elif is_norm(call.module) and _is_sum(call.before, stream):
-            norms.append(Norm(_inside(call.name, place), norm_style(call.module, value.shape[-1]) or "rms"))
+        elif is_norm(call.module) and _is_sum(call.before, stream) and (style := norm_style(call.module, hidden)):
+            norms.append(Norm(_inside(call.name, place), style))
             stream = [value]
         # an embedding of something else than tokens, such as positions, does not read the stream
         elif "embed" in f"{type(call.module).__name__} {call.name}".lower() and not _reads_stream(call, hidden):

@@ -266,7 +266,9 @@ def _init(tensor: NewTensor, request: Request, *, has_source: bool) -> Init:
     if tensor.block == "new_rows":
         return request.new_tokens_init
     if tensor.kind == "block":
-        return "random" if tensor.block in ("w21", "up_weight") else "zero"
+        # beside a block that runs as a whole, no one matrix is there to be decomposed
+        wished = {"w21": request.init_w21, "w22": request.init_w22, "up_weight": "random"}.get(tensor.block, "zero")
+        return "random" if wished == "svd" else wished
     if tensor.kind == "norm" and tensor.block == "weight":
         return "mute"
     if tensor.block == "w21":

@@ -96,6 +96,19 @@ def rows(made: Plan) -> dict[str, str]:
     return dict(plan_rows(made))
 
 
+def test_blocks_beside_a_mixture_begin_as_asked(tmp_path):
+    """No one matrix is there to be decomposed, so there svd is random; all else is as for a linear."""
+    base = tmp_path / "base"
+    write_base(twin_config("mixtral"), torch.float32, base)
+
+    def begins(**asked):
+        tensors = plan(base, Request("0", **asked)).tensors
+        return {tensor.block: tensor.init for tensor in tensors if ".block_sparse_moe." in tensor.name}
+
+    assert begins() == {"w21": "random", "w22": "zero", "up_weight": "random"}
+    assert begins(init_w21="zero", init_w22="random") == {"w21": "zero", "w22": "random", "up_weight": "random"}
+
+
 def test_tensors_that_no_class_reads_cost_nothing(tmp_path):
     """Masks of old files; the control is the same base without them."""
     plain, masked = (tmp_path / name for name in ("plain", "masked"))
