@@ -22,6 +22,7 @@ from typing import Any
 from scale_surgery.checkpoint.expansions import specs_of_expansions
 from scale_surgery.checkpoint.files import UNFINISHED
 from scale_surgery.checkpoint.folder import LAYER_KEYS, Checkpoint
+from scale_surgery.checkpoint.hashes import hash_file
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
@@ -69,6 +70,8 @@ from scale_surgery.training.settings import check_gates, check_groups, check_set
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # files before learn.json: the lock, and learn.json half written
 BEFORE = (f".{LOCK}.lock", UNFINISHED)
+# bytes of a text whose content is compared if its time changed
+MOST_HASHED = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def prepare(
     _check_processes(recipe)
     _check_settings(recipe)
     check_job_folder(folder, JOB_FILE, BEFORE, inputs_of(recipe))
-    read = _stamp_texts(recipe)
+    read = _stamp_texts(recipe, hashed=True)
     record = Record(folder / JOB_FILE, values_of(recipe), read, clears=overwrite)
     if record.file.is_file() and not overwrite:
         record = take_up(record, recipe)
@@ -386,8 +389,11 @@ def _texts(recipe: Recipe) -> tuple[str, ...]:
     return (*given, *rehearsed, *([] if beginnings is None else [beginnings]))
 
 
-def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
-    """Sizes and times of all texts, and of files with tokens and settings: none may change until the job ends."""
+def _stamp_texts(recipe: Recipe, *, hashed: bool = False) -> dict[str, list[Any]]:
+    """Sizes and times of all texts, and of files with tokens and settings: none may change until the job ends.
+
+    Where `hashed`, files that are not large have their sha256 too, since a copy of a file has another time.
+    """
     given = _texts(recipe)
     others = [Path(name) for name in (recipe.tokens.token_file, recipe.accelerate_config) if name is not None]
     sources = {name: parse_source(name) for name in given}
@@ -395,7 +401,11 @@ def _stamp_texts(recipe: Recipe) -> dict[str, list[int]]:
     if missing:
         raise DataError(*(Problem("text-not-found", name) for name in missing))
     files = [*text_files(given), *(file for file in others if file.is_file())]
-    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    stamps: dict[str, list[Any]] = {}
+    for file in files:
+        size, written = file.stat().st_size, file.stat().st_mtime_ns
+        stamps[str(file)] = [size, written, *([hash_file(file)] if hashed and size <= MOST_HASHED else [])]
+    return stamps
 
 
 def _first_plan(recipe: Recipe, kept: Mapping[str, Kept], track: Track) -> tuple[Source, Checkpoint, Plan]:
