@@ -266,7 +266,7 @@ def _bounded_forgetting(manifest: Manifest, numbers: Numbers | None, general: tu
         best = "the base" if count == 1 else "its best path"
         lose, bests = ("lose", best.replace("its", "their")) if mixture.texts > 1 else ("loses", best)
         evidence += f"; {counted(mixture.texts, 'text')} {lose} at most {max(mixture.excess, 0.0):.3g} against {bests}"
-        if mixture.excess > bound:
+        if mixture.excess > bound + mixture.own_rounding:
             evidence += f", {max(mixture.own_excess, 0.0):.3g} before logits are rounded"
         most = bound + each * mixture.longest
         for text, excess, rounding, of in (

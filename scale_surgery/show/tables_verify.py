@@ -81,8 +81,10 @@ def _render_numbers(result: Verification) -> RenderableType:
     if (mixture := numbers.mixture) is not None:
         best = "the base" if len(result.expansions) == 1 else "the best path"
         texts = f"{counted(mixture.texts, 'text')} of up to {counted(mixture.longest, 'token')}"
-        own = f"{mixture.own_excess:z.3g} before logits are rounded"
-        lost = f"{mixture.excess:z.3g} nats against {best}, {own}: {mixture.worst}"
+        # in float32 there is no difference
+        is_rounded = mixture.rounding > mixture.own_rounding
+        own = f", {mixture.own_excess:z.3g} before logits are rounded" if is_rounded else ""
+        lost = f"{mixture.excess:z.3g} nats against {best}{own}: {mixture.worst}"
         rows += [("mixture", texts), ("worst loss", lost)]
     if (state := numbers.kept_state) is not None:
         kept = f"holds {state.tokens:,} of {counted(state.read, 'token')} with a KV cache"

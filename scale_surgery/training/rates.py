@@ -29,7 +29,7 @@ def default_rate(plan: Plan) -> float:
 
 
 def _factor(plan: Plan) -> float:
-    if plan.request.method == "grow":
+    if any(tensor.block == "w12" and tensor.init == "copy" for tensor in plan.tensors):
         return OF_WHOLE_MATRICES
     writes_into_base = {"w12", "new_rows"} & {tensor.block for tensor in plan.tensors} or not plan.widths.up_width
     return 1 if writes_into_base else PRESERVE_FACTOR

@@ -218,7 +218,9 @@ def test_paths_generate_as_the_base_says_that_is_done(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_is_the_worst(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter((0.1, math.nan, *[0.2] * 30))
-    monkeypatch.setattr(probes, "excess", lambda model, texts, device: [(name, next(losses)) for name in texts.names])
+    monkeypatch.setattr(
+        probes, "excess", lambda model, texts, device: [(name, next(losses), 0.0) for name in texts.names]
+    )
     held = promise(verify(place / "mixture", record=False), "bounded_forgetting")
     assert not held.holds and any("loses nan nats against the base" in problem for problem in held.problems)
     assert "at most nan against" in held.evidence

@@ -222,7 +222,7 @@ def test_the_command(copy: Path, llama: Made, tmp_path: Path) -> None:
     file = tmp_path / "certificate.json"
     shown = run("verify", copy, "--max-new-tokens", 2, "-o", file)
     assert "verified  composed, routed (posterior, all paths alike" in shown.output
-    assert "medicine       bit-equal          bit-equal         the same" in shown.output
+    assert "medicine       bit-equal         bit-equal         the same" in shown.output
     # names of files are never broken
     assert max(len(line) for line in shown.output.splitlines() if "/" not in line) <= 80
     content = json.loads(file.read_text())

@@ -75,8 +75,8 @@ def test_what_report_proposes_in_a_folder_of_several(tmp_path: Path) -> None:
 def test_what_inspect_proposes_has_what_the_model_needs(tmp_path: Path) -> None:
     pine = save_speaking(tmp_path / "pine")
     trust = ["--trust-remote-code"]
-    words = proposed(run("inspect", pine, *trust, "--revision", "main").stdout)
-    assert words == ["plan", str(pine), "--layers", "last:1", "--revision", "main", *trust]
+    words = proposed(run("inspect", pine, *trust).stdout)
+    assert words == ["plan", str(pine), "--layers", "last:1", *trust]
     assert proposed(run(*words).stdout)[0] == "expand", "and it is a plan"
     assert "--" not in " ".join(proposed(run("inspect", SHIPPED_MODEL).stdout)[4:]), "the control: nothing is added"
     expand(pine, Request("last:1"), tmp_path / "wide", run=RunOptions(trust_remote_code=True))

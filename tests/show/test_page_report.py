@@ -112,7 +112,7 @@ def test_page_shows_every_section_and_every_tensor(drawn: Report, place: Path) -
 def test_charts_of_a_page() -> None:
     log = [{"step": 0, "forgetting": 0.0, "learning": 0.0}, {"step": 10, "loss": 2.0}, {"step": 20, "loss": 1.0}]
     html = render_page(handmade(tensor(0), log=(*log, {"step": 20, "forgetting": 0.5, "learning": 1.5})))
-    assert 'alt="Training loss: nats per token over step"' in html and "Questions answered" not in html
+    assert 'alt="Training loss: nats over step"' in html and "Questions answered" not in html
     assert "learning (new text)</text>" in images_of(html)[1]
     losses = tuple({"step": step, "loss": loss} for step, loss in enumerate((3.0, 2.0, math.nan, 2.0, 1.0)))
     html = render_page(handmade(tensor(0), log=losses))
