@@ -73,7 +73,8 @@ def read_tokens(
                 # a text may bring its own start and end token, as what a template wrote does
                 is_whole = document.goes_on or (end and text[-1:] == end)
                 prompt, text = [] if is_middle else prompt, text if is_whole else text + end
-                text = text[len(prompt) :] if prompt and text[: len(prompt)] == prompt else text
+                brings_start = not document.prompt and prompt and text[: len(prompt)] == prompt
+                text = text[len(prompt) :] if brings_start else text
                 # without a prompt there is at most a start token
                 ids, scored = prompt + text, [PROMPT if document.prompt else IGNORED] * len(prompt) + text
             if not (ids or is_middle or document.goes_on):

@@ -416,6 +416,12 @@ def test_control_tokens_in_a_text_are_not_doubled() -> None:
     # the end of the prompt's turn is no part of the answer
     ids, labels = pieces("ab</s>", "c")
     assert ids == [START, *ids_of("ab"), END, *ids_of("c"), END] and labels[:4] == [PROMPT] * 4
+    # an answer that says the prompt again is whole
+    again = tokenize([Document("ab", "abc", "here")], letters(starts=False))
+    assert again.ids.tolist() == [*ids_of("ab"), *ids_of("abc"), END] and again.labels.tolist()[2:] == [
+        *ids_of("abc"),
+        END,
+    ]
     # a tokenizer that ends each text itself
     assert tokenize_prompts(["ab", "ab</s>"], letters(closes=True)) == [
         [START, *ids_of("ab")],
