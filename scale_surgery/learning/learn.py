@@ -70,7 +70,7 @@ from scale_surgery.training.settings import check_gates, check_groups, check_set
 RECIPE_FILE, PAGE_FILE, LOCK = "recipe.yaml", "learn.html", "job"
 # files before learn.json: the lock, and learn.json half written
 BEFORE = (f".{LOCK}.lock", UNFINISHED)
-# bytes of a text whose content is compared if its time changed
+# bytes of all texts of a job up to which their content is compared if a time changed
 MOST_HASHED = 1 << 28
 
 
@@ -392,7 +392,7 @@ def _texts(recipe: Recipe) -> tuple[str, ...]:
 def _stamp_texts(recipe: Recipe, *, hashed: bool = False) -> dict[str, list[Any]]:
     """Sizes and times of all texts, and of files with tokens and settings: none may change until the job ends.
 
-    Where `hashed`, files that are not large have their sha256 too, since a copy of a file has another time.
+    Where `hashed`, files have their sha256 too if all of them are not large, since a copy of a file has another time.
     """
     given = _texts(recipe)
     others = [Path(name) for name in (recipe.tokens.token_file, recipe.accelerate_config) if name is not None]
@@ -401,10 +401,10 @@ def _stamp_texts(recipe: Recipe, *, hashed: bool = False) -> dict[str, list[Any]
     if missing:
         raise DataError(*(Problem("text-not-found", name) for name in missing))
     files = [*text_files(given), *(file for file in others if file.is_file())]
-    stamps: dict[str, list[Any]] = {}
-    for file in files:
-        size, written = file.stat().st_size, file.stat().st_mtime_ns
-        stamps[str(file)] = [size, written, *([hash_file(file)] if hashed and size <= MOST_HASHED else [])]
+    stamps: dict[str, list[Any]] = {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    # a corpus would be read without a progress bar
+    if hashed and sum(size for size, _ in stamps.values()) <= MOST_HASHED:
+        return {file: [*stamp, hash_file(Path(file))] for file, stamp in stamps.items()}
     return stamps
 
 

@@ -89,8 +89,11 @@ class Base:
     @cached_property
     def read(self) -> dict[str, TensorInfo]:
         """The tensors that its class loads and reads; old files have masks, which it ignores."""
-        unread = [re.compile(pattern) for pattern in self.architecture.unread]
-        return {name: info for name, info in self.loaded.items() if not any(pattern.search(name) for pattern in unread)}
+        return {name: info for name, info in self.loaded.items() if self.is_read(name)}
+
+    def is_read(self, name: str) -> bool:
+        """Return True unless its class passes over tensors of this name."""
+        return not any(re.search(pattern, name) for pattern in self.architecture.unread)
 
     @cached_property
     def prefix(self) -> str:
@@ -267,9 +270,7 @@ def left_over_quantisation(config: Mapping[str, Any], dtypes: Collection[str]) -
 
 def _dtypes(base: Base) -> set[str]:
     """Dtypes of the tensors that a model is made of; names of packed experts are known to no class."""
-    unread = [re.compile(pattern) for pattern in base.architecture.unread]
-    tensors = base.checkpoint.tensors
-    return {info.dtype for name, info in tensors.items() if not any(pattern.search(name) for pattern in unread)}
+    return {info.dtype for name, info in base.checkpoint.tensors.items() if base.is_read(name)}
 
 
 def quantisation_config(config: Mapping[str, Any]) -> tuple[str, Any]:
