@@ -298,6 +298,8 @@ class Handler(BaseHTTPRequestHandler):
             key, value = entry["key"], entry["value"]
             if key == "header":
                 message = value["summary"]
+                if value.get("parentCommit", commit_of(files)) != commit_of(files):
+                    raise Refusal(412, "the branch is at another commit")
             elif key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif key == "lfsFile":

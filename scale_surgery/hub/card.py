@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scale_surgery.checkpoint.folder import read_config
 from scale_surgery.checkpoint.licence import read_licence
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.errors import CheckpointError, Problem, counted, problems_of
 from scale_surgery.evidence.promises import verdict
 from scale_surgery.evidence.rehearsed import rehearsed_text
@@ -23,6 +25,7 @@ from scale_surgery.planning.method import Method
 from scale_surgery.planning.methods import get_method
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.selection import format_layers
+from scale_surgery.running.loading import auto_class_of, needs_own_code
 
 if TYPE_CHECKING:
     from scale_surgery.folder.record import ExpansionRecord
@@ -58,6 +61,7 @@ class CardFacts:
     has_curves: bool
     promises: Sequence[tuple[str, str, str]]  # name, result, evidence; empty without verification
     checked_with: Sequence[str]  # date, versions, machine; empty if no model was run
+    auto_class: str  # of transformers, which loads the form
     has_own_code: bool  # True if the base has its own code
     loads_in_memory: bool
     code_files: Sequence[str]  # of a checkpoint that loads without our code
@@ -110,7 +114,8 @@ def card_facts(
     about = cards[0]
     name, revision = record.get("base_name"), record.get("base_revision")
     is_on_hub = isinstance(name, str) and revision is not None and HUB_ID.fullmatch(name) is not None
-    has_own_code = plan is not None and bool(plan.architecture.own_code)
+    config = read_config(contents.path / CONFIG_FILE)
+    has_own_code = needs_own_code(config)
     is_plain_code = contents.form == "stock" or (manifest is not None and not manifest.code)
     training = {name: expansion.training for name, expansion in held.items()} or {"": record.get("training", ())}
     strengths = {name: expansion.strength for name, expansion in held.items()} or {"": record.get("strength", 1.0)}
@@ -141,6 +146,7 @@ def card_facts(
         has_curves="training/curves.png" in contents.files,
         promises=_promises(certificate),
         checked_with=_checked_with(certificate),
+        auto_class=auto_class_of(config).__name__,
         has_own_code=has_own_code,
         loads_in_memory="load_expansion" not in method.refused and not has_own_code,
         code_files=contents.code if is_plain_code else (),
@@ -157,7 +163,9 @@ def _card_data(facts: CardFacts, licence: Mapping[str, Any]) -> Any:
     # an extract is added to the base; any other form contains it and has learned more
     relation = "adapter" if facts.form == "extract" else "finetune"
     base: dict[str, Any] = {"base_model": facts.base_id, "base_model_relation": relation} if facts.base_id else {}
-    return ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=tags, **licence, **base)
+    sees = facts.auto_class == "AutoModelForImageTextToText"
+    task = "image-text-to-text" if sees else "text-generation"
+    return ModelCardData(library_name="transformers", pipeline_tag=task, tags=tags, **licence, **base)
 
 
 def _rows(

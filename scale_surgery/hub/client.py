@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
 
 # the cause by HTTP status
-CAUSES = {401: "hub-unauthorised", 403: "hub-forbidden", 404: "hub-not-found", 429: "hub-too-many-requests"}
+CAUSES = {
+    401: "hub-unauthorised",
+    403: "hub-forbidden",
+    404: "hub-not-found",
+    412: "hub-changed",
+    429: "hub-too-many-requests",
+}
 # timeout of the first request; later ones use the client's own limits
 WAIT_SECONDS = 60
 

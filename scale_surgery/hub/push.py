@@ -268,6 +268,8 @@ def _send(api: HfApi, target: Path, plan: Pushed, how: Push, info: ModelInfo | N
             commit_message=how.commit_message or MESSAGES[plan.form],
             revision=how.revision,
             create_pr=how.create_pr,
+            # a card that somebody wrote meanwhile is not replaced
+            parent_commit=None if info is None else info.sha,
             delete_patterns=[escape(name) for name in plan.removed] or None,
         )
     with hub_errors("push-not-compared", repo):

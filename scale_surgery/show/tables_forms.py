@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
+from scale_surgery.checkpoint.folder import read_config
+from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.command_lines import command
 from scale_surgery.errors import counted, name_some
 from scale_surgery.folder.routers import describe_router
 from scale_surgery.planning.plan import base_title
+from scale_surgery.running.loading import auto_class_of, needs_own_code
 from scale_surgery.show.commands import verify_command
 from scale_surgery.show.layout import NEXT, Facts
 from scale_surgery.show.tables import finished, format_bytes
@@ -56,9 +59,11 @@ def render_merged(done: Merged) -> RenderableType:
 
 
 def _next(done: Merged) -> str:
-    if done.form == "stock":
-        return f"AutoModelForCausalLM.from_pretrained({json.dumps(str(done.path), ensure_ascii=False)})"
-    return verify_command(done.path)
+    if done.form != "stock":
+        return verify_command(done.path)
+    config, path = read_config(done.path / CONFIG_FILE), json.dumps(str(done.path), ensure_ascii=False)
+    trust = ", trust_remote_code=True" if needs_own_code(config) else ""
+    return f"{auto_class_of(config).__name__}.from_pretrained({path}{trust})"
 
 
 def _drift_rows(drift: Drift) -> list[tuple[str, str]]:
@@ -134,6 +139,7 @@ def render_adopted(done: Adopted) -> RenderableType:
     rows += [("settings", text) for text in done.other_settings]
     rows += [("recorded", f"numbers of {name_some(done.read)}")] if done.read else []
     rows += [("not read", name_some(done.not_read)), ("shards", f"{format_bytes(done.bytes_written)} written")]
+    rows += [("not copied", name_some(done.left_out))]
     return finished("adopted", rows, done.other_computation, verify_command(done.path))
 
 

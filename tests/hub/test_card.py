@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import AutoModelForImageTextToText
 
 from scale_surgery import PosteriorRouter
 from scale_surgery.biographies import SHIPPED_MODEL
@@ -22,13 +23,18 @@ from scale_surgery.hub.card import make_card
 from scale_surgery.hub.repository import is_written_card, read_contents
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.request import Request
+from scale_surgery.running.options import RunOptions
+from scale_surgery.show.tables_forms import render_merged
 from scale_surgery.surgery.compose import compose
 from scale_surgery.surgery.expand import expand
 from scale_surgery.surgery.extract import extract
 from scale_surgery.surgery.merge import merge
 from scale_surgery.surgery.route import route_export
 from tests.command import run
-from tests.conftest import REQUESTS, digests, edited, problems
+from tests.conftest import REQUESTS, digests, edited, problems, shown
+from tests.evidence.test_evaluate import with_tokenizer
+from tests.own_code import save_pine
+from tests.surgery.test_images import base_of as save_seeing
 
 REPO = "lab/wide-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -267,6 +273,38 @@ def test_the_python_of_a_card_runs(forms: dict[str, Path], form: str) -> None:
     prefix = {"stock": "", "deepened": "", "fused": "Fused"}.get(form, "Scale")
     assert type(names["model"]).__name__ == f"{prefix}LlamaForCausalLM"
     assert form == "extract" or names["tokenizer"]("a").input_ids
+
+
+@pytest.mark.parametrize("name", ("llava", "qwen3_vl"))
+def test_a_model_that_sees_images_is_loaded_by_the_class_that_takes_it(name: str, tmp_path: Path) -> None:
+    base = with_tokenizer(save_seeing(name, tmp_path / "base"))
+    whole = type(AutoModelForImageTextToText.from_pretrained(base)).__name__
+    request = Request("all", variant="adapt", collaborate="both", up_width=0, up_kv_heads=1)
+    wide = expand(base, request, tmp_path / "wide").path
+    stock = merge(wide, tmp_path / "stock", to="stock")
+    for folder, prefix in ((wide, "Scale"), (stock.path, "")):
+        text = card(folder)
+        assert metadata(text)["pipeline_tag"] == "image-text-to-text"
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(compile(block.replace(REPO, str(folder)), "<card>", "exec"), names := dict[str, Any]())
+            assert type(names["model"]).__name__ == f"{prefix}{whole}"
+    assert "AutoModelForImageTextToText.from_pretrained" in shown(render_merged(stock))
+
+
+@pytest.mark.parametrize("method", ("scale", "depth"))
+def test_the_lines_for_a_base_with_its_own_code_trust_it(method: str, tmp_path: Path) -> None:
+    trusted = RunOptions(device="cpu", trust_remote_code=True)
+    base = save_pine(tmp_path / "base")
+    request = Request("last:1", method="depth") if method == "depth" else Request("last:1")
+    text = card(expand(base, request, tmp_path / "wide", run=trusted).path)
+    assert 'from_pretrained("lab/wide-model", trust_remote_code=True)' in text
+    assert 'from_pretrained("lab/wide-model")' not in text
+    assert re.search(r"serve lab/wide-model --trust-remote-code\n", text)
+
+
+def test_only_what_merge_takes_is_said_to_merge(forms: dict[str, Path]) -> None:
+    assert "`scale-surgery merge` makes" in card(forms["expanded"])
+    assert "`scale-surgery merge` makes" not in card(forms["routed"])
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "stock"])

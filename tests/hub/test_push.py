@@ -653,6 +653,20 @@ def test_a_card_that_was_edited_in_the_repository_stays(hub: Hub, expanded: Path
     assert b"# wide" in hub.files(REPO)["README.md"]
 
 
+def test_a_card_that_is_edited_while_files_are_sent_stays(hub: Hub, copied: Path) -> None:
+    send(hub, copied)
+    (copied / "more.txt").write_text("new")
+
+    def edit() -> None:
+        hub.repositories[REPO].branches["main"]["README.md"] = b"# My own words"
+
+    hub.faults = [Fault(r"POST .*/preupload/main", act=edit)]
+    answer = Problem("hub-changed", "the Hub", error="412 the branch is at another commit")
+    assert problem(hub, copied) == Problem("push-broken-off", REPO, answer)
+    assert send(hub, copied).card_origin == "kept"
+    assert hub.files(REPO)["README.md"] == b"# My own words"
+
+
 def test_the_hub_s_word_on_a_card(hub: Hub, expanded: Path, tmp_path: Path) -> None:
     card = tmp_path / "card.md"
     card.write_text("---\nbase_model: /srv/models/base\n---\n")
