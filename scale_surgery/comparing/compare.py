@@ -159,9 +159,9 @@ def _machine(place: Place) -> dict[str, str]:
 
 def _stamps(texts: Iterable[Path], base: Stamps) -> dict[str, Any]:
     """Return the sizes and times of the texts and of the base's files."""
-    # of a base's file, links to it may come and go
-    of_base = {str(file): {"bytes": stamp.bytes, "written": stamp.written} for file, stamp in base.items()}
-    return plain_json({str(file): asdict(stamp) for file, stamp in take_stamps(texts).items()} | of_base)
+    # links to a file and permissions may come and go
+    stamps = {**take_stamps(texts), **base}
+    return plain_json({str(file): {"bytes": stamp.bytes, "written": stamp.written} for file, stamp in stamps.items()})
 
 
 def _begun(folder: Path, new: Comparison) -> Comparison:
@@ -227,7 +227,7 @@ class _Job:
         """Forecast the comparison, let the base write its samples, and measure it."""
         from scale_surgery.text.beginnings import find_beginnings
         from scale_surgery.training.base_samples import as_documents, sample_texts, tokens_per_second, write_samples
-        from scale_surgery.training.sampling import sampling_of
+        from scale_surgery.training.sampling import MOST_TEXTS, sampling_of
 
         texts, tokenizer = self.texts, self.texts.tokenizer
         length = texts.to_learn.longest
@@ -236,7 +236,8 @@ class _Job:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         check_token_ids(self.place.name, max(texts.highest, begins.highest), vocabulary)
         batch_seconds, written = texts.seconds_of_batch(model), tokens_per_second(model, begins, sampling)
-        self._forecast(batch_seconds, sampling.tokens, 0.0 if written is None else sampling.tokens / written)
+        begun = begins.describe(MOST_TEXTS)
+        self._forecast(batch_seconds, sampling.tokens, 0.0 if written is None else sampling.tokens / written, begun)
         # those of a run that was interrupted after it wrote them are the same
         if not (file := self.place.folder / SAMPLES).is_file():
             samples = sample_texts(model, begins, sampling, self.track)
@@ -246,14 +247,17 @@ class _Job:
             raise TrainingError(Problem("base-loss-not-finite", self.place.name))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         costs = self.place.served_bytes(model), texts.seconds_of_token(model)
-        self._keep(replace(self.comparison, base=Base(losses, batch_seconds, parameters, *costs)))
+        base = Base(losses, batch_seconds, parameters, *costs)
+        self._keep(replace(self.comparison, base=base, begun=begun))
 
-    def _forecast(self, batch_seconds: float, to_sample: int = 0, sampling_seconds: float = 0.0) -> None:
+    def _forecast(
+        self, batch_seconds: float, to_sample: int = 0, sampling_seconds: float = 0.0, begun: str = ""
+    ) -> None:
         """Forecast what is left, by the seconds in which the base reads a batch."""
         texts = self.texts
         seconds = sampling_seconds + batch_seconds * sum(map(self._batches, self.comparison.left))
         passes = texts.steps * texts.training.batch_size / len(texts.to_learn)
-        self.start.forecast(Forecast(texts.steps, passes, to_sample, seconds))
+        self.start.forecast(Forecast(texts.steps, passes, to_sample, seconds, begun))
 
     def _batches(self, name: str) -> float:
         """Return how many batches the base would read in the time that a method takes."""

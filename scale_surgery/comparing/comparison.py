@@ -113,12 +113,14 @@ class Forecast:
         passes: Passes over the text.
         sampled_tokens: Tokens that the base writes.
         seconds: Estimated seconds of samples and methods that are left, by the speed of the base.
+        begun: How the samples begin; empty if it is with the token that starts a text, or nothing is left to sample.
     """
 
     steps: int
     passes: float
     sampled_tokens: int
     seconds: float
+    begun: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Comparison:
         rows: Methods that are done.
         refused: Methods that are not done, and why.
         seconds: Seconds of all runs of the command.
+        begun: How own samples begin, and what was left out or cut; empty if it is with the token that starts a text.
     """
 
     model: str
@@ -157,6 +160,7 @@ class Comparison:
     rows: tuple[Row, ...] = ()
     refused: tuple[Refused, ...] = ()
     seconds: float = 0.0
+    begun: str = ""
     format: Literal[1] = 1
 
     def continues(self, before: Comparison) -> bool:

@@ -81,7 +81,8 @@ def _terms(comparison: Comparison) -> Iterator[str]:
     for row in comparison.rows:
         method = METHODS[row.method]
         yield f"{row.method}: {method.about}{'' if method.rehearses else ', without own samples'}."
-    yield "Own samples: text that the base sampled, on which a method is kept close to the base."
+    begun = f" ({comparison.begun})" if comparison.begun else ""
+    yield f"Own samples: text that the base sampled{begun}, on which a method is kept close to the base."
     yield "Models compute in float32; on a GPU, they train in bfloat16. Adapters are merged before they are served."
 
 

@@ -22,9 +22,10 @@ COSTS = ("trained", "step", "memory", "served", "token")
 
 def render_forecast(forecast: Forecast) -> RenderableType:
     """Render what a comparison takes, before it starts."""
+    sampled = f"{format_count(forecast.sampled_tokens)} tokens from the base"
     rows = [
         ("each method", f"{forecast.steps:,} steps, {forecast.passes:.1f} passes over the text"),
-        ("to sample", f"{format_count(forecast.sampled_tokens)} tokens from the base"),
+        ("to sample", "; ".join(filter(None, (sampled, forecast.begun)))),
         ("time", f"about {format_left(forecast.seconds)}, by the speed of the base"),
     ]
     return Facts("to do", rows)

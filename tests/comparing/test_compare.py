@@ -131,7 +131,10 @@ def test_own_samples_begin_as_asked(texts: dict[str, Path], tmp_path: Path) -> N
     asked.write_text("Once there was\nNobody knows\n", encoding="utf-8")
     settings = replace(SETTINGS, methods=("preserve",), tokens=64, prompts=str(asked))
     arguments: Any = (SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", settings)
-    done = compare(*arguments)
+    forecasts: list[Any] = []
+    done = compare(*arguments, start=CompareStart(forecast=forecasts.append))
+    assert done.begun == forecasts[0].begun == "continuing 2 prompts"
+    assert "sampled (continuing 2 prompts)" in (tmp_path / "out" / PAGE).read_text("utf-8")
     samples = [json.loads(line)["text"] for line in (tmp_path / "out" / SAMPLES).read_text("utf-8").splitlines()]
     assert samples and all(text.startswith(("<s>Once there was", "<s>Nobody knows")) for text in samples)
     assert compare(*arguments) == done
@@ -293,7 +296,11 @@ def test_a_base_that_changed_is_not_compared_further(
     shutil.copytree(SHIPPED_MODEL, base)
     settings = replace(SETTINGS, methods=("lora",), tokens=64)
     arguments: Any = (base, texts["new"], texts["old"], out, settings)
-    assert compare(*arguments) == compare(*arguments), "unchanged, and nothing is left to do"
+    finished = compare(*arguments)
+    (tmp_path / "link").hardlink_to(base / "config.json")
+    (tmp_path / "backup").hardlink_to(texts["new"])
+    texts["new"].chmod(0o600)
+    assert compare(*arguments) == finished, "no content changed, and nothing is left to do"
     (base / "config.json").write_text((base / "config.json").read_text() + "\n")
     with pytest.raises(CheckpointError) as changed:
         compare(*arguments)
