@@ -66,6 +66,7 @@ def verify_command(
     Example: scale-surgery verify EXPANDED --base MODEL -o certificate.json
     """
     from scale_surgery.checkpoint.staging import check_output_files
+    from scale_surgery.evidence.verification import OTHER_BASE
     from scale_surgery.evidence.verify import verify
     from scale_surgery.running.options import Probes, RunOptions
     from scale_surgery.show.commands import after_verification
@@ -80,7 +81,7 @@ def verify_command(
     probes, run = take_fields(Probes, options), take_fields(RunOptions, options)
     prompted = None if files_only else probes
     result = verify(expanded, probes=prompted, required=required, run=run, track=out.track, **options)
-    if not result.recorded:
+    if not result.recorded and result.not_run != OTHER_BASE:
         out.warn(f"{expanded} cannot be written, or changed meanwhile: the result is not recorded in it")
     out.show(result, render_verification(result))
     write_files(outputs, {".json": as_result(result)}, out)

@@ -18,7 +18,7 @@ from scale_surgery.checkpoint.sources import find_source, is_local
 from scale_surgery.errors import CheckpointError, DataError, Problem
 from scale_surgery.folder.folder import Folder, with_record
 from scale_surgery.folder.parts import base_tokenizer
-from scale_surgery.folder.record import Manifest
+from scale_surgery.folder.record import Manifest, read_manifest
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.loading import load_config
 from scale_surgery.running.options import RunOptions
@@ -57,8 +57,9 @@ class Subject:
         is_expanded: True if it has an expansion, which can be disabled.
         is_fused: True if its blocks are joined with its base, so that neither can be measured alone.
         is_routed: True if it has a router, which can be disabled.
-        base: Name of the base inside it, the same for models that share one; None without a record. If it is itself the
-            base of another measured model, the name of that base.
+        record: Its surgery.json; None without one.
+        base: Name of its base, the same for models that share one; None without a record. If it is itself the base of
+            another measured model, the name of that base.
         tokenizer: Its tokenizer.
         base_tokenizer: Tokenizer of the base inside it if an expansion adds tokens; otherwise the same.
         context: Most tokens that it reads at once, or None if its config does not say.
@@ -70,6 +71,7 @@ class Subject:
     is_expanded: bool
     is_fused: bool
     is_routed: bool
+    record: Manifest | None
     base: str | None
     tokenizer: Any
     base_tokenizer: Any
@@ -112,7 +114,7 @@ class Subject:
     @property
     def is_base(self) -> bool:
         """True if it is itself the base of another measured model."""
-        return self.base is not None and not self.is_expanded
+        return self.base is not None and self.record is None
 
 
 def open_subjects(
@@ -138,7 +140,7 @@ def open_subjects(
 def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
     names, given = dict(_named_bases(subjects)), set[str]()
     for subject in subjects:
-        if subject.manifest is not None:
+        if subject.record is not None:
             yield names[subject.name]
             continue
         base = next((names[candidate.name] for candidate in subjects if _is_base(subject, candidate)), None)
@@ -149,19 +151,19 @@ def _name_bases(subjects: Sequence[Subject]) -> Iterator[str | None]:
 
 def _is_base(subject: Subject, candidate: Subject) -> bool:
     """Return True if a folder holds every file of another model's base, byte for byte."""
-    if candidate.manifest is None:
+    if candidate.record is None:
         return False
-    files = {subject.path / name: file for name, file in candidate.manifest.base_files.items()}
+    files = {subject.path / name: file for name, file in candidate.record.base_files.items()}
     if not all(path.is_file() and path.stat().st_size == file.bytes for path, file in files.items()):
         return False
     return all(hash_file(path) == file.sha256 for path, file in files.items())
 
 
 def _named_bases(subjects: Sequence[Subject]) -> Iterator[tuple[str, str]]:
-    """Generate the name of each expanded model, with the name of its base."""
+    """Generate the name of each model with a record, with the name of its base."""
     names: dict[tuple[tuple[str, str], ...], str] = {}
     for subject in subjects:
-        record = subject.manifest
+        record = subject.record
         if record is None:
             continue
         files = tuple(sorted((name, file.sha256) for name, file in record.base_files.items()))
@@ -177,8 +179,9 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
     specs = checkpoint.config.get(CONFIG_KEY, {})
     is_fused = any(recorded.get("fused", False) for recorded in specs_of_expansions(specs))
     is_expanded = bool(specs) and not is_fused
-    if is_expanded and (source.path / MANIFEST_FILE).is_file():
-        checkpoint = with_record(checkpoint)
+    record = read_manifest(source.path) if specs and (source.path / MANIFEST_FILE).is_file() else None
+    if is_expanded and record is not None:
+        checkpoint = with_record(checkpoint, record)
     elif is_expanded and any(entry.get("head", {}).get("new_tokens") for entry in specs_of_expansions(specs)):
         # the base would be asked to predict tokens that it does not have
         raise CheckpointError(Problem("saved-with-new-tokens", model, adopt=adopt_line(source.path)))
@@ -191,6 +194,7 @@ def _open(model: str, revision: str | None, run: RunOptions) -> Subject:
         is_fused=is_fused,
         # no path of a fused model can be measured alone
         is_routed=ROUTER_KEY in specs and not is_fused,
+        record=record,
         base=None,
         tokenizer=tokenizer,
         base_tokenizer=base_tokenizer(checkpoint, tokenizer, run) if isinstance(checkpoint, Folder) else tokenizer,
@@ -208,19 +212,54 @@ def choose_lengths(subjects: Sequence[Subject], length: int | None, step: int | 
     return length, step
 
 
-def sequences_of(
-    subject: Subject, tokenizer: Any, documents: Mapping[str, Sequence[Document]], length: int, step: int
-) -> dict[str, Sequences]:
-    """Return windows of documents in the tokens of a model's tokenizer, or of its base's."""
-    from scale_surgery.text.tokenizing import start_tokens, stride, token_before, tokenize
+def tokens_before(subjects: Sequence[Subject]) -> list[list[int]]:
+    """Return for each model the tokens to put before each text: the same ones for all that share a base."""
+    from scale_surgery.text.tokenizing import start_tokens
 
-    texts, before = {}, token_before(subject.tokenizer, subject.base_tokenizer)
+    needed = {subject.base: before for subject in subjects if (before := _token_before(subject))}
+    bases = {subject.base for subject in subjects} - {None}
+
+    def shared(subject: Subject) -> list[int]:
+        if subject.base is not None or len(bases) > 1:
+            return needed.get(subject.base, [])
+        # a model without expansion is compared with the only base, if it reads the same tokens
+        reads_alike = not start_tokens(subject.tokenizer)
+        return next(
+            (before for before in needed.values() if [subject.tokenizer.eos_token_id] == before and reads_alike), []
+        )
+
+    return [shared(subject) for subject in subjects]
+
+
+def _token_before(subject: Subject) -> list[int]:
+    from scale_surgery.text.tokenizing import token_before
+
+    return token_before(subject.tokenizer, subject.base_tokenizer)
+
+
+def sequences_of(
+    subject: Subject,
+    tokenizer: Any,
+    documents: Mapping[str, Sequence[Document]],
+    length: int,
+    step: int,
+    before: Sequence[int] | None = None,
+) -> dict[str, Sequences]:
+    """Return windows of documents in the tokens of a model's tokenizer, or of its base's.
+
+    Documents are old and new text, or those of --text by their files. `before` are tokens to put before each document;
+    default: those that this model needs.
+    """
+    from scale_surgery.text.tokenizing import start_tokens, stride, tokenize
+
+    texts, before = {}, _token_before(subject) if before is None else before
     for side, some in documents.items():
         if not some:
             continue
         windows = stride(tokenize(some, tokenizer, before=before), length, step, start_tokens(tokenizer))
         check_token_ids(subject.name, windows.highest, subject.vocabulary, f"the {side} text")
         if not windows.scored:
-            raise DataError(Problem("side-unpredicted", f"--{side}", model=subject.name))
+            place = f"--{side}" if side in ("old", "new") else f"--text {side}"
+            raise DataError(Problem("side-unpredicted", place, model=subject.name))
         texts[side] = windows
     return texts

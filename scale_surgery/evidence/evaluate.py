@@ -19,7 +19,14 @@ from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.errors import DataError, PlanError, Problem
 from scale_surgery.evidence.answer_scores import encode_instructions
-from scale_surgery.evidence.eval_targets import Subject, choose_lengths, open_subjects, read_sides, sequences_of
+from scale_surgery.evidence.eval_targets import (
+    Subject,
+    choose_lengths,
+    open_subjects,
+    read_sides,
+    sequences_of,
+    tokens_before,
+)
 from scale_surgery.evidence.evaluate_models import Asked, MeasuredRow, Meter, Score
 from scale_surgery.evidence.evaluate_settings import OF_INSTRUCTION, OF_PROBE, EvaluationSettings
 from scale_surgery.evidence.forgetting_limit import ForgettingLimit, limit_of
@@ -126,8 +133,10 @@ def evaluate(
     _check_strengths(subjects, settings.strengths)
     length, step = choose_lengths(subjects, settings.sequence_length, settings.step)
     scored = {side: sum(len(text.text.encode()) for text in some) for side, some in documents.items()}
-    asked = documents, probes, (length, step)
-    meters = [_meter(subject, *asked, scored, settings, run, processes) for subject in subjects]
+    meters = [
+        _meter(subject, documents, probes, (length, step, before), scored, settings, run, processes)
+        for subject, before in zip(subjects, tokens_before(subjects), strict=True)
+    ]
     rows = _measure_all(subjects, meters, track)
     scores = tuple(_compare(row, rows) for row in rows)
     return Evaluation(
@@ -162,7 +171,7 @@ def _meter(
     subject: Subject,
     documents: Mapping[str, Sequence[Document]],
     probes: Sequence[Probe],
-    windows: tuple[int, int],
+    windows: tuple[int, int, Sequence[int]],
     scored: Mapping[str, int],
     settings: EvaluationSettings,
     run: RunOptions,
@@ -182,7 +191,7 @@ def _meter(
 
 def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Track) -> list[MeasuredRow]:
     # a shared base is measured with the first of its models, or on its own if it is given
-    first_with = {subject.base: subject for subject in reversed(subjects)}
+    first_with = {subject.base: subject for subject in reversed(subjects) if subject.is_expanded}
     first_with |= {subject.base: subject for subject in subjects if subject.is_base}
     brings_base = [
         subject.is_expanded and subject.base is not None and first_with[subject.base] is subject for subject in subjects

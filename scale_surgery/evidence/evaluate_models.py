@@ -150,7 +150,8 @@ class Meter:
         """Measure a model; for an expanded one also each part alone, and last its base."""
         with loaded_whole(subject.checkpoint, subject.name, self.run) as model:
             if not subject.is_expanded:
-                score = Score(subject.base or subject.name, "base" if subject.is_base else "other", None)
+                of_base = Score(subject.base or "", "base", None)
+                score = of_base if subject.is_base else Score(subject.name, "other", subject.base)
                 return [self._measure(model, score, advance)]
             disabled = f"{subject.name}, expansion disabled"
             rows = [self._measure(model, Score(subject.name, "expanded", subject.base or disabled), advance)]

@@ -163,6 +163,7 @@ class _Specs:
     widths: Widths = field(default_factory=Widths)
     collaborative: Collaboration = field(default_factory=Collaboration)
     expanded: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    kinds: tuple[Mapping[str, Any], ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
     fused: bool = False
     origin: Origin | None = None
@@ -293,7 +294,8 @@ def _count_blocks(checkpoint: Checkpoint, expansion: str) -> dict[str, int]:
 
 def _count_mlps(specs: _Specs) -> int | None:
     """Return the number of MLPs in a layer of a grown model: one over the share of its down projections."""
-    shares = [spec["share"] for spec in specs.expanded.values() if "share" in spec]
+    modules = (specs.expanded, *(kind.get("expanded", {}) for kind in specs.kinds))
+    shares = [spec["share"] for specs in modules for spec in specs.values() if "share" in spec]
     return round(1 / shares[0]) if shares else None
 
 

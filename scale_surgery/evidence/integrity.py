@@ -30,7 +30,7 @@ class Integrity:
 
     Attributes:
         base: Base tensors and files that changed, or that differ from the given base.
-        is_other_base: True if the given base is not the one inside, and the one inside is unchanged.
+        is_other_base: True if the given base is not the one inside, by tensors or config, and that one is unchanged.
         structure: Expansion tensors that are missing, unexpected, of a wrong shape, or a W12 at a forbidden place.
         config: Keys of config.json that differ from those that the expansion wrote.
         code: Code files that are missing, unknown, or differ from those that the expansion wrote.
@@ -71,7 +71,7 @@ def check_files(folder: Folder, base: Checkpoint | None, advance: Progress = no_
     other_keys = [] if base is None else base_config_differences(manifest.replaced[CONFIG_FILE], base)
     return Integrity(
         base=(*map(str, damage.base), *base_problems, *differing),
-        is_other_base=bool(base_problems),
+        is_other_base=bool(base_problems or (other_keys and not damage.base)),
         structure=tuple(map(str, damage.structure)),
         config=(*map(str, damage.config), *other_keys),
         code=tuple(map(str, damage.code)),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from scale_surgery.checkpoint.expansions import INFIX
 from scale_surgery.checkpoint.folder import read_tensor
 from scale_surgery.checkpoint.hashes import hash_tensor
 from scale_surgery.evidence.report_records import Norms, TensorChange
@@ -62,23 +63,26 @@ class Comparison:
             advance(tensor.bytes)
 
     def _compare(self, tensor: TensorPlan) -> Iterator[TensorChange]:
-        located = find_linear(self.plan, tensor)
+        beside = _block_of(self.plan, tensor)
+        located = find_linear(self.plan, tensor) if beside is None else None
         linear = None if located is None else located[1]
         stored = read_tensor(self.folder, tensor.name)
         if not stored.isfinite().all():
             self.spoiled.append(tensor.name)
         is_trained = self._is_trained(tensor)
-        roles = linear.roles if linear is not None else (_place_of(self.plan, tensor),)
+        roles = linear.roles if linear is not None else ("beside" if beside else _place_of(self.plan, tensor),)
         # a gate is one for all roles of a fused projection
         split = located
         if tensor.block == "gate":
             split, roles = None, ("+".join(roles),)
         now = self._split(split, self._by_rows(tensor.block, stored))
         start = self._split(split, self._by_rows(tensor.block, self._start_of(tensor))) if is_trained else now
-        base_norms = self._base_norms(located, tensor) or [None] * len(roles)
+        # a block with many weights has no one that corresponds
+        base_norms = (None if beside else self._base_norms(located, tensor)) or [None] * len(roles)
         originals = self._originals(located, tensor) or [None] * len(roles)
         for role, value, before, base_norm, original in zip(roles, now, start, base_norms, originals, strict=True):
-            group = role if located is None else located[0].group
+            block = beside if located is None else located[0]
+            group = role if block is None else block.group
             change = _measure(tensor, role, group, value, before, base_norm, is_trained=is_trained)
             yield change if original is None else replace(change, separation=_separation(value, original))
 
@@ -147,10 +151,16 @@ def find_linear(plan: Plan, tensor: TensorPlan) -> LinearOfBlock | None:
     return None if tensor.layer is None else plan.architecture.find_linear(tensor.source.rpartition(".")[0])
 
 
+def _block_of(plan: Plan, tensor: TensorPlan) -> Block | None:
+    """Return the block, such as a mixture of experts, that runs unchanged beside a tensor; None if there is none."""
+    if tensor.layer is None:
+        return None
+    kind, module = plan.architecture.kind(tensor.layer), tensor.name.partition(INFIX)[0]
+    whole = (block for block in kind.blocks if block.is_whole)
+    return next((block for block in whole if module.endswith(f".{kind.on_disk(block.name)}")), None)
+
+
 def _place_of(plan: Plan, tensor: TensorPlan) -> str:
-    if tensor.layer is not None and len(tensor.shape) > 1:
-        # parallel to a block that runs unchanged
-        return "beside"
     if tensor.block == "gate":
         return "head"
     if len(tensor.shape) < 2:

@@ -28,7 +28,8 @@ class Norms:
         norm: Its norm.
         start_norm: Its initial norm.
         change: Norm of the difference of the two.
-        base_norm: Norm of the corresponding base weight; None if there is none, as for a norm or a bias.
+        base_norm: Norm of the corresponding base weight; None if there is none, as for a norm, a bias, or what runs
+            beside a mixture of experts.
     """
 
     norm: float
@@ -59,7 +60,8 @@ class TensorChange:
     Attributes:
         name: Name of the tensor.
         layer: Its layer, or None outside the layers.
-        role: Role of its linear (q, k, v, o, gate, up_proj, down), or norm, embedding or head.
+        role: Role of its linear (q, k, v, o, gate, up_proj, down), or beside (a block that runs unchanged, such as a
+            mixture of experts), norm, embedding or head.
         group: attn, ffn, norm, embedding or head.
         block: Last part of the name: w12, w21, w22, up_weight, ...
         init: Its initialisation: svd, zero, mean, ...

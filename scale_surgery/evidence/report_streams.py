@@ -69,7 +69,8 @@ def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, r
     documents = [document for file_documents in read_files(texts).values() for document in file_documents]
     (subject,) = open_subjects([path], run)
     length, _ = choose_lengths([subject], length, None)
-    windows = sequences_of(subject, subject.tokenizer, {"probe": documents}, length, length)["probe"]
+    called = " ".join(map(str, texts))
+    windows = sequences_of(subject, subject.tokenizer, {called: documents}, length, length)[called]
     batches = []
     at_once = run.windows(REPORT_WINDOWS)
     for start in range(0, len(windows), at_once):

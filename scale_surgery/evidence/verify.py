@@ -78,7 +78,7 @@ def verify(
         required: Promises that must hold; default: all that the variant claims in its present state.
         run: Options of the run: device, trust_remote_code, memory_bytes.
         revision: Branch, tag or commit of the base's Hub repository.
-        record: Write the result into surgery.json.
+        record: Write the result into surgery.json, unless `base` is another model.
         track: Makes progress bars.
 
     Returns:
@@ -106,10 +106,13 @@ def verify(
     if reason is None and probes is not None:
         numbers = _run_probes(folder, given, probes, run, track)
     result = replace(_judge(folder, integrity, numbers, facts, required), not_run=reason)
+    # a wrong --base says nothing about the folder
+    if not record or reason == OTHER_BASE:
+        return result
     # the record is about all that is claimed, whatever was asked for
     required_by_claim, passed = decide(result.promises, (), result.problems)
     whole = replace(result, required=required_by_claim, passed=passed)
-    return replace(result, recorded=record and _record(path, manifest, whole))
+    return replace(result, recorded=_record(path, manifest, whole))
 
 
 def _open_base(path: Path, base: str | Path | None, revision: str | None) -> Checkpoint | None:

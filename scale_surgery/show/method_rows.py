@@ -71,7 +71,7 @@ def _rows_of_depth(plan: Plan) -> list[tuple[str, str]]:
     new = plan.numbering.new
     return [
         ("new layers", f"{format_layers(new)}  (of {plan.sizes.layers + len(new)} then)"),
-        ("initialisation", "copies, with zeros in the projections into the hidden state"),
+        ("initialisation", "copies, which write zeros into the hidden state at first"),
     ]
 
 

@@ -99,8 +99,9 @@ def _facts(report: Report) -> RenderableType:
     if report.runs:
         rows.append(("training", "; ".join(map(_run, report.runs))))
     for name, norms in collaboration(report):
-        word = "norm" if norms.start_norm == 0 else "change"
-        rows.append((name, f"{word} {format_norm(norms.change)}, {format_share(norms.change_of_base)} of W's norm"))
+        word, share = "norm" if norms.start_norm == 0 else "change", norms.change_of_base
+        of_base = "" if share is None else f", {format_share(share)} of W's norm"
+        rows.append((name, f"{word} {format_norm(norms.change)}{of_base}"))
     if apart := separations(report):
         shares = ", ".join(f"{role} {format_share(share)}" for role, share in apart.items())
         rows.append(("copies apart", f"{shares}, mean over layers"))

@@ -31,10 +31,11 @@ from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Norms, Report, TensorChange, add_norms, by_layer
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.show.pages.report import render_page
-from scale_surgery.show.tables_report import format_norm, format_share, render_report
+from scale_surgery.show.tables_report import collaboration, format_norm, format_share, render_report
 from tests.conftest import REQUESTS, edited, problems, refused, shake, shown
 from tests.each import FEW, mostly
 from tests.evidence.test_verify import SHARD
+from tests.sweep.take import twin_config, write_base
 from tests.tiny import FAMILIES, save_tiny
 
 REPORTED = REQUESTS | {
@@ -151,6 +152,20 @@ def test_fused_projections_are_taken_apart_by_role(made_of) -> None:
     heads = read_all(neox)[name].view(-1, 3, 10, 40)
     for place, role in enumerate(("q", "k", "v")):
         assert by_role[role].norms.norm == pytest.approx(float(heads[:, place].norm()))
+
+
+def test_what_runs_beside_a_mixture_writes_into_the_base_stream_as_an_mlp_does(tmp_path: Path) -> None:
+    base = write_base(twin_config("mixtral"), torch.float32, tmp_path / "base")
+    request = Request("last:1", variant="gated", collaborate="both")
+    summary = report(shake(expand(base, request, tmp_path / "wide").path), files_only=True)
+    assert [name for name, _ in collaboration(summary)] == ["W12 attention", "W12 FFN"]
+    beside = [tensor for tensor in summary.tensors if tensor.role == "beside"]
+    assert {(tensor.group, tensor.norms.base_norm) for tensor in beside} == {("ffn", None)}
+    assert {"w12", "gate"} <= {tensor.block for tensor in beside}
+    assert not [tensor for tensor in summary.tensors if tensor.role == "head" and tensor.layer is not None]
+    (said,) = [line for line in shown(render_report(summary)).splitlines() if "W12 FFN" in line]
+    assert "norm" in said and "of W" not in said
+    assert "W12 FFN" in render_page(summary)
 
 
 def test_layers_add_up_their_tensors(adapt: Path) -> None:

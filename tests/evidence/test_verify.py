@@ -183,15 +183,21 @@ def test_a_joint_norm_is_caught(copy) -> None:
     )
 
 
-def test_the_wrong_base_is_refused_by_tensor(copy, tmp_path: Path) -> None:
+def test_the_wrong_base_is_refused_by_tensor(copy, made: Path, tmp_path: Path) -> None:
     """It is said first, it is no fault of the folder, and no model is run to say the same."""
     path, other_base = copy("preserve"), save_tiny(tmp_path / "other", "llama")
     with edited(other_base / "model.safetensors") as tensors:
         tensors["model.norm.weight"] += 1
-    full = verify(path, probes=Probes(max_new_tokens=0)).to_json()
+    fresh = (path / "surgery.json").read_bytes()
+    other_config = Path(shutil.copytree(made / "base", tmp_path / "other_config"))
+    with edited(other_config / "config.json") as config:
+        config["rms_norm_eps"] *= 2
+    result = verify(path, other_config)
+    assert (result.passed, result.not_run, result.numbers) == (False, "the given base is another one", None)
+    assert result.findings == (f"config.json: rms_norm_eps differs from that of the base model {other_config}.",)
     result = verify(path, other_base)
-    assert not result.passed
-    assert json.loads((path / "surgery.json").read_text())["verification"] == full
+    assert not result.passed and not result.recorded
+    assert (path / "surgery.json").read_bytes() == fresh
     problems = promise(result, "recoverable").problems
     assert len(problems) == 2 and problems[1].startswith("model.norm.weight: ") and str(other_base) in problems[1]
     assert problems[0] == (
@@ -201,6 +207,7 @@ def test_the_wrong_base_is_refused_by_tensor(copy, tmp_path: Path) -> None:
     assert result.not_run == "the given base is another one" and result.numbers is None
     shown = run("verify", path, "--base", other_base, code=1)
     assert " ".join(shown.output.split()).partition("problem: ")[2].startswith(f"{other_base}: is not the base of ")
+    assert "not recorded" not in shown.output
 
 
 def test_a_base_that_is_none_is_refused(made: Path) -> None:

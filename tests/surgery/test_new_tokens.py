@@ -41,6 +41,7 @@ from scale_surgery.folder.record import read_manifest
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.planning.specs import Widths
 from scale_surgery.surgery.merge_stock import stock_config
+from scale_surgery.text.tokenizing import start_tokens
 from tests.conftest import digests, edited, load, problems, refused, shake
 from tests.each import mostly, woven
 from tests.sweep.take import twin_config, write_base
@@ -427,6 +428,28 @@ def test_evaluate_reads_each_by_its_tokenizer(base_of, tmp_path):
     assert of_base.bits_per_byte == of_base.nats / math.log(2) / of_base.bytes
     assert result.scores[1].learning == (of_base.nats - of_wide.nats) / of_base.scored
     assert "wide: reads other tokens than base (base). Compare bits/byte" in result.notes[0]
+
+
+def test_models_that_share_a_base_are_compared_on_the_same_text(base_of, tmp_path):
+    """Without a start token, the end token stands before each text for all of them, so its first token is predicted."""
+    base = copytree(base_of("llama"), tmp_path / "base")
+    with edited(base / "tokenizer.json") as content:
+        content["post_processor"] = None
+    wide = shake(expand(base, ALONE, tmp_path / "wide").path)
+    plain = expand(base, Request("1"), tmp_path / "plain").path
+    (tmp_path / "text.txt").write_text(TEXT, "utf-8")
+    asked = {"old": tmp_path / "text.txt", "new": tmp_path / "text.txt"}
+    assert not start_tokens(AutoTokenizer.from_pretrained(base))
+    alone = {score.name: score for score in evaluate(wide, **asked).scores}
+    for beside in ([base, wide], [plain, wide], [wide, plain, base]):
+        scores = {score.name: score for score in evaluate(beside, **asked).scores}
+        for name in ("wide", "wide, expansion disabled"):
+            assert scores[name].forgetting == alone[name].forgetting and scores[name].learning == alone[name].learning
+        assert scores["wide, expansion disabled"].forgetting == 0 != scores["wide"].forgetting
+        if plain in beside:
+            assert scores["plain"].forgetting == 0
+    (lonely,) = evaluate(base, **asked).scores
+    assert lonely.old.scored < scores["base (base)"].old.scored, "the negative control"
 
 
 def test_a_character_in_bytes_becomes_a_token_without_a_merge(stories, tmp_path):

@@ -137,8 +137,12 @@ def _facts(report: Report) -> Iterator[Fact]:
     if texts := rehearsed_texts(report.runs):
         yield Fact("rehearsed", "yes", f"on {texts}: its effect is measured, not proved")
     for name, norms in collaboration(report):
-        word = "norm" if norms.start_norm == 0 else "change"
-        yield Fact(f"{name}, {word}", format_norm(norms.change), f"{format_share(norms.change_of_base)} of W's norm")
+        word, share = "norm" if norms.start_norm == 0 else "change", norms.change_of_base
+        yield Fact(
+            f"{name}, {word}",
+            format_norm(norms.change),
+            "" if share is None else f"{format_share(share)} of W's norm",
+        )
     if apart := separations(report):
         shares = list(map(format_share, apart.values()))
         note = f"{' and '.join(apart)}, mean over layers. Copies that differ add capacity"
