@@ -23,7 +23,7 @@ from .expanded_modules import (
     new_heads,
 )
 from .expanded_paths import BASE, ActiveExpansions, Context, Fork, Path, Paths, fork_before, memo, streams_of_groups
-from .expanded_releases import count_tokens, find_cache
+from .expanded_releases import count_tokens, find_cache, is_filled, is_quantised, warn
 from .expanded_routers import Router, make_router
 from .expanded_routing import Features, RouterContext, TokenScores, route, score_tokens, select
 from .expanded_stock import (
@@ -351,6 +351,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             if isinstance(module, ExpandedAttention):
                 module.new_heads.pop(name, None)
         del self.plans[name], self.stream_widths[name], self.entering_widths[name]
+        self.strengths.pop(name, None)
         entry = self.config.scale_surgery
         if name == self.with_new_tokens:
             self.with_new_tokens = ""
@@ -426,12 +427,22 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         choice, cache = self.choice, find_cache(inputs)
         key = (*choice.key, tuple(sorted(self.strengths.items())))
         check_cache(cache, choice, key)
+        if is_quantised(cache) and self._joins_heads():
+            warn(
+                "The KV cache is quantised: heads of the base and of expansions may share a scale, so the base's path "
+                "may be rounded otherwise than in the base. No promise about logits holds with this cache."
+            )
         is_alone = choice.router is None and not choice.rows and not self._lacks_new_tokens(choice)
         output = self._run_stock(inputs) if is_alone else self._run_beside(inputs)
         cache = find_cache(output) if cache is None else cache
         if cache is not None:
             cache.expansion_choice = key
         return output
+
+    def _joins_heads(self) -> bool:
+        """Return whether an attention has more heads than the base's."""
+        paths = self.active.now().paths
+        return any(isinstance(module, ExpandedAttention) and module.make_parts(paths) for module in self.modules())
 
     def _lacks_new_tokens(self, choice: PathChoice) -> bool:
         """Return whether the head has tokens of an expansion that is not active."""
@@ -786,16 +797,15 @@ def refuse_quantisation(given: dict[str, Any]) -> None:
 
 
 def check_cache(cache: Cache | None, choice: PathChoice, key: tuple[Any, ...]) -> None:
-    """Refuse a KV cache that was filled under another choice or strength, since it holds other heads or values.
+    """Refuse a cache that was filled under another choice or strength, since it holds other heads, values or states.
 
     Exception: a cache that another model filled is taken for a single path.
     """
-    past = count_tokens(cache)
-    if past and getattr(cache, "expansion_choice", key if len(choice.paths) == 1 else None) != key:
+    if is_filled(cache) and getattr(cache, "expansion_choice", key if len(choice.paths) == 1 else None) != key:
         raise ValueError(
-            f"The KV cache holds {past} tokens that were not read under this choice and strength of expansions "
-            f"({', '.join(choice.names) or 'the base'}{', routed' if choice.router else ''}), expected a cache that "
-            "was filled under it. Begin with an empty one."
+            f"The KV cache holds {count_tokens(cache) or 'states of'} tokens that were not read under this choice and "
+            f"strength of expansions ({', '.join(choice.names) or 'the base'}{', routed' if choice.router else ''}), "
+            "expected a cache that was filled under it. Begin with an empty one."
         )
 
 

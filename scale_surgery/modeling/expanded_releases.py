@@ -59,6 +59,20 @@ def count_tokens(cache: Any) -> int:
         return 0  # of state-space layers alone
 
 
+def is_filled(cache: Any) -> bool:
+    """Return whether a KV cache holds a text, counted or as states of state-space layers.
+
+    A layer says whether it has a state: for each of its states from 5.24 on, in one answer before.
+    """
+    answers = (getattr(layer, "has_previous_state", False) for layer in getattr(cache, "layers", ()))
+    return count_tokens(cache) > 0 or any(any(each.values()) if hasattr(each, "values") else each for each in answers)
+
+
+def is_quantised(cache: Any) -> bool:
+    """Return whether a KV cache keeps rounded keys and values (all releases, several classes)."""
+    return "Quantized" in type(cache).__name__
+
+
 def name_cache(inputs: dict[str, Any], known: Iterable[str]) -> None:
     """Give the KV cache among named inputs the name that a stock forward has for it, in place.
 

@@ -15,11 +15,11 @@ import torch
 import transformers
 from torch import Tensor
 from torch.compiler import is_compiling
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .expanded_blocks import aligned_contiguous
 from .expanded_paths import Paths
-from .expanded_releases import count_tokens, find_cache, find_old_cache
+from .expanded_releases import count_tokens, find_cache, find_old_cache, is_filled
 from .expanded_routers import Router
 
 # logits of all paths that are in memory at a time; smaller pieces take longer, since each comes in new pages of memory
@@ -625,11 +625,12 @@ class RouterContext:
             )
         past = count_tokens(cache)
         state = state_of(cache) if past else None
-        if past and reads_tokens and (state is None or state.seen != past or not state.keys.shape[-2]):
+        is_read = state is not None and state.seen == past and state.keys.shape[-2] > 0
+        if reads_tokens and is_filled(cache) and not is_read:
             raise ValueError(
-                f"The KV cache holds {past} tokens that this router has not read, or from which more were taken back "
-                "than it remembers, expected a cache that it filled itself. Begin with an empty one. At most "
-                f"{MOST_KEPT} tokens can be taken back, such as those of prompt_lookup_num_tokens."
+                f"The KV cache holds {past or 'states of'} tokens that this router has not read, or from which "
+                "more were taken back than it remembers, expected a cache that it filled itself. Begin with an empty "
+                f"one. At most {MOST_KEPT} tokens can be taken back, such as those of prompt_lookup_num_tokens."
             )
         like = inputs["inputs_embeds"] if ids is None else ids
         mask, places = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -641,8 +642,8 @@ class RouterContext:
                 "does not know; scale-surgery verify FOLDER checks it."
             )
         cuts = find_cuts(mask, past, like.shape[1])
-        is_read = mask is None or is_flat(mask) or cuts is not None
-        if reads_tokens and places is None and (not is_read or inputs.get("cu_seq_lens_q") is not None):
+        tells_beginnings = mask is None or is_flat(mask) or cuts is not None
+        if reads_tokens and places is None and (not tells_beginnings or inputs.get("cu_seq_lens_q") is not None):
             raise ValueError(
                 "attention_mask or cu_seq_lens_q: the router reads no beginnings of texts from these, expected "
                 "position_ids beside them, or a mask of two or four dimensions with a column for each token."
@@ -664,7 +665,9 @@ class RouterContext:
         if self.result is None or not getattr(cache, "layers", None):
             return
         if state_of(cache) is None:
-            cache.layers.append(RouterState(cache.layers[0]))
+            # in a hybrid model, one that has keys and values
+            like = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin))
+            cache.layers.append(RouterState(next(like, cache.layers[0])))
         state = state_of(cache)
         # a cache may be emptied without a reset of the state; its next text starts again
         state.seen = 0 if self.state is None else state.seen

@@ -60,6 +60,15 @@ def refuse_tensor_parallelism(given: dict[str, Any]) -> None:
         )
 
 
+def refuse_kernels(given: object) -> None:
+    """Refuse kernels that replace modules."""
+    if given:
+        raise ValueError(
+            "use_kernels: would replace norms and activations by kernels that read one stream, and this model has "
+            "several. Leave it out; kernels of attention are chosen by attn_implementation."
+        )
+
+
 class StrictlyLoaded:
     """Mixin before a stock model class that loads as transformers does, and refuses files that do not fit."""
 
@@ -71,6 +80,7 @@ class StrictlyLoaded:
         `output_loading_info=True` then names them.
         """
         refuse_tensor_parallelism(kwargs)
+        refuse_kernels(kwargs.get("use_kernels") or kwargs.get("kernel_config"))
         warn_of_new_release(next(iter(args), kwargs.get("pretrained_model_name_or_path")))
         is_strict, says_more = kwargs.pop("strict_loading", True), kwargs.pop("output_loading_info", False)
         try:
@@ -88,6 +98,11 @@ class StrictlyLoaded:
     def _replicate_for_data_parallel(self) -> Any:
         """Refuse nn.DataParallel, whose replicas have no parameters, and share what modules keep of a forward."""
         raise RuntimeError("nn.DataParallel cannot run this model, expected one process for each GPU: torchrun.")
+
+    def set_use_kernels(self, use_kernels: bool, *args: Any, **options: Any) -> None:
+        """Refuse kernels that replace modules."""
+        refuse_kernels(use_kernels)
+        super().set_use_kernels(use_kernels, *args, **options)
 
     def freeze_base(self) -> None:
         """Freeze all tensors."""

@@ -163,6 +163,8 @@ def spread(model: Any, places: Mapping[str, Any], *, is_spread: bool) -> None:
 
 def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
     """Return an expanded model without expansions that shares the weights of a stock model."""
+    from transformers import modeling_utils
+
     quantised = quantised_modules(model)
     for module in quantised.values():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -184,6 +186,9 @@ def _expanded_copy(model: Any, config: Mapping[str, Any]) -> Any:
     expanded.__class__, expanded.config.__class__ = classes["AutoModel"], classes["AutoConfig"]
     # the class defines it; an instance from a file may still have the old value
     vars(expanded.config).pop("model_type", None)
+    # transformers lists by class what a forward can record, such as hidden states, when it makes a model
+    registry: Any = vars(modeling_utils)["_CAN_RECORD_REGISTRY"]
+    dict.update(registry, {str(type(expanded)): expanded._can_record_outputs})
     expanded.config.scale_surgery = {"base": config[CONFIG_KEY][BASE_KEY], "expansions": []}
     expanded.let_paths_through()
     return expanded

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, Mamba2Config, StaticCache
+from transformers.cache_utils import CacheLayerMixin
 
-from scale_surgery.modeling import expanded_routing
+from scale_surgery.modeling import expanded_model, expanded_routing
 from scale_surgery.modeling.expanded_releases import CACHE, OLD_CACHES, find_cache
 from scale_surgery.modeling.expanded_routers import PosteriorRouter
 from scale_surgery.modeling.expanded_routing import RouterContext, RouterState, state_of
@@ -26,6 +27,7 @@ from tests.by_hand import make_base
 from tests.conftest import load
 from tests.each import mostly
 from tests.routed import Trio, padded, put_router, random_ids, train
+from tests.sweep.take import twin_config, write_base
 
 trio_of = routed.trio_of
 DRIFT = 2e-4  # float32: cached and uncached runs multiply matrices of other shapes
@@ -291,6 +293,46 @@ def test_a_cache_of_state_space_layers_alone_keeps_the_state(tmp_path: Path) -> 
     made = model.generate(prompt, **GREEDY, min_new_tokens=8)
     assert_same_generation(made, model.generate(prompt, **GREEDY, min_new_tokens=8, use_cache=False))
     assert state_of(find_cache(made)).seen == find_cache(made).get_seq_length() == 16
+    # states that were filled under another choice
+    with model.routing_disabled():
+        cache = find_cache(model(prompt, use_cache=True))
+        assert model(prompt[:, :1], cache=copy.deepcopy(cache)).logits.isfinite().all(), "the control"
+    with pytest.raises(ValueError, match="holds states of tokens that were not read under this choice"):
+        model(prompt[:, :1], cache=cache)
+    with model.expansion_disabled(), pytest.raises(ValueError, match="holds states of tokens that were not read"):
+        model(prompt[:, :1], cache=cache)
+    cache.expansion_choice = made_by(model)
+    with pytest.raises(ValueError, match="holds states of tokens that this router has not read"):
+        model(prompt[:, :1], cache=cache)
+
+
+def made_by(model: Any) -> Any:
+    """The mark that the present choice of a model leaves on a cache."""
+    return find_cache(model(random_ids(1, 3), use_cache=True)).expansion_choice
+
+
+@torch.no_grad()
+def test_a_quantised_cache_is_warned_of(model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(expanded_model, "warn", said.append)
+    model, options = model_of("llama", "alone"), {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    quantised = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    model.generate(random_ids(1, 5), **options)
+    with model.expansion_disabled():
+        model.generate(random_ids(1, 5), **options, **quantised)
+    assert not said
+    model.generate(random_ids(1, 5), **options, **quantised)
+    assert "The KV cache is quantised" in said[0]
+
+
+def test_the_state_of_a_router_stands_for_a_layer_with_keys(tmp_path: Path) -> None:
+    """An offloaded cache fetches it in place of the model's first such layer, after the last."""
+    base = write_base(twin_config("qwen3_next"), torch.float32, tmp_path / "base")
+    model = load(route_export(expand(base, Request("last:1"), tmp_path / "wide").path, tmp_path / "routed").path)
+    cache = find_cache(model(random_ids(1, 6), use_cache=True))
+    linear = [layer for layer in cache.layers if not isinstance(layer, CacheLayerMixin)]
+    assert cache.layers[0] in linear
+    assert isinstance(state_of(cache).first, CacheLayerMixin)
 
 
 @pytest.mark.parametrize(

@@ -183,3 +183,12 @@ def test_matrices_that_are_split_over_processes_are_refused(made, options):
     """The product of blocks would be added once for each process."""
     with pytest.raises(ValueError, match="Tensor parallelism splits the base's matrices"):
         AutoModelForCausalLM.from_pretrained(made("qwen3_moe"), **options)
+
+
+def test_kernels_in_place_of_modules_are_refused(made):
+    """They know one stream, and would take the norm of two together."""
+    path = made()
+    with pytest.raises(ValueError, match="use_kernels: would replace norms"):
+        AutoModelForCausalLM.from_pretrained(path, use_kernels=True)
+    with pytest.raises(ValueError, match="use_kernels: would replace norms"):
+        AutoModelForCausalLM.from_pretrained(path).set_use_kernels(True)

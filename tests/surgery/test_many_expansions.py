@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from transformers import modeling_utils
 
 from scale_surgery import Request, compose, expand, extract, load_expansion
 from scale_surgery.checkpoint import expansions
@@ -180,9 +181,13 @@ def test_what_cannot_be_loaded_beside_it_is_refused(llama, made_of):
 
 
 def test_a_model_without_a_head_is_switched_and_not_mixed(llama):
+    for known in [known for known in modeling_utils._CAN_RECORD_REGISTRY if "ScaleLlamaModel" in known]:
+        dict.pop(modeling_utils._CAN_RECORD_REGISTRY, known)  # as in a new process
     model = load_expansion(transformers.AutoModel.from_pretrained(llama.base), llama.extracts["law"], name="law")
+    states = model(random_ids(2, 5), output_hidden_states=True).hidden_states
     expected = transformers.AutoModel.from_pretrained(llama.folders["law"])
     assert type(model) is type(expected)
+    assert len(states) == len(expected(random_ids(2, 5), output_hidden_states=True).hidden_states) > 1
     assert torch.equal(model(random_ids(2, 5)).last_hidden_state, expected(random_ids(2, 5)).last_hidden_state)
     assert "has no head" in refusal(model.set_expansion, ["law"], error=ValueError)
 

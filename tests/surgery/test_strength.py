@@ -131,6 +131,9 @@ def test_what_is_scaled_is_neither_saved_nor_freed(adapted: Path, tmp_path: Path
     } == set(names)
     set_strength(model, 1).save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved").exists()
+    set_strength(model, 0.5)
+    model.delete_expansion("default")
+    assert not model.strengths, "an expansion that comes back has its own"
 
 
 @torch.no_grad()
