@@ -8,17 +8,20 @@ extract.json           which base, and which files are the expansion's and the b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from scale_surgery.checkpoint.expansions import renamed
 from scale_surgery.checkpoint.file_stat import take_stamps
 from scale_surgery.checkpoint.folder import name_tensors, read_config, read_json
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_files
 from scale_surgery.checkpoint.headers import read_header
 from scale_surgery.checkpoint.names import (
+    CHANGED_FILES,
     CONFIG_FILE,
     EXTRACT_FILE,
     INDEX_FILE,
@@ -29,13 +32,18 @@ from scale_surgery.checkpoint.names import (
 )
 from scale_surgery.checkpoint.reading import parse_json
 from scale_surgery.checkpoint.records import read_record_file, reading
+from scale_surgery.checkpoint.shards import header_bytes
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.fields import Range
 from scale_surgery.folder.config import config_problems
 from scale_surgery.folder.folder import Folder, refuse_linked
+from scale_surgery.folder.layout import Content, Headed
 from scale_surgery.folder.record import Manifest, read_manifest
+from scale_surgery.folder.renumbered import aligned_header
+from scale_surgery.planning.plan import Plan
 from scale_surgery.progress import Track, no_track
+from scale_surgery.running.tokenizer import TOKENIZER_FILES
 
 EXTRACT_FORMAT = 1
 
@@ -128,6 +136,30 @@ def open_extract(extract: str | Path, revision: str | None = None) -> Extract:
     if problems:
         raise CheckpointError(*problems)
     return opened
+
+
+def made_files(extract: Extract) -> set[str]:
+    """Return the names of files that are written anew for another base, or beside other expansions."""
+    made = {*extract.manifest.code_files, *CHANGED_FILES, MANIFEST_FILE}
+    # a tokenizer where the base has none is the user's
+    has_tokenizer = not extract.manifest.base_files.keys().isdisjoint(TOKENIZER_FILES)
+    return made if has_tokenizer else made.difference(TOKENIZER_FILES)
+
+
+def shards_of(extract: Extract, plan: Plan) -> dict[str, Content]:
+    """Return the shards of an expansion as another plan names them, with its tensors under the name there."""
+    made, name, contents = extract.manifest.plan, plan.request.name, dict[str, Content]()
+    shards = {extract.tensors[old.name].file: new.shard for old, new in zip(made.tensors, plan.tensors, strict=True)}
+    for file, shard in shards.items():
+        if made.request.name == name:
+            contents[shard] = extract.path / file
+            continue
+        header = header_bytes(extract.path / file)[8:].decode("utf-8")
+        entries = {
+            key if key == "__metadata__" else renamed(key, name): entry for key, entry in json.loads(header).items()
+        }
+        contents[shard] = Headed(extract.path / file, aligned_header(entries, header))
+    return contents
 
 
 def read_extract(file: Path) -> ExtractRecord:

@@ -67,11 +67,13 @@ class WrittenFolder:
         folder: The folder, as it is found again.
         base_bytes: Bytes of base shards that were written; 0 with hard links.
         pinned_tokenizer: The tokenizer class that tokenizer_config.json now names, where it had to.
+        left_out: Files of the given folder that were not taken along.
     """
 
     folder: Folder
     base_bytes: int
     pinned_tokenizer: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def write_config(folder: Path, manifest: Manifest, base: Mapping[str, Any] | None = None) -> None:
@@ -189,11 +191,8 @@ def _write_around_expansions(
         if name in manifest.base_tensors or expansion_of(name) in manifest.expansions.keys() - new
     )
     # logs are of the expansions as they were
-    side_files = [
-        file
-        for file in given.side_files
-        if file not in (CONFIG_FILE, INDEX_FILE) and not file.startswith(f"{TRAINING_FOLDER}/")
-    ]
+    logs = tuple(file for file in given.side_files if file.startswith(f"{TRAINING_FOLDER}/"))
+    side_files = [file for file in given.side_files if file not in (CONFIG_FILE, INDEX_FILE, *logs)]
     files: dict[str, Content] = {file: given.path / file for file in (*taken, *side_files)}
     with track("files", total_bytes(files)) as advance:
         lay_out(files, partial, how, advance)
@@ -206,7 +205,7 @@ def _write_around_expansions(
     manifest = replace(manifest, expansions=_with_hashes(manifest.expansions, written))
     write_record(partial, manifest)
     base_bytes = 0 if how == "link" else sum(bytes_of(files[shard]) for shard in given.base_shards)
-    return WrittenFolder(with_record(written, manifest), base_bytes)
+    return WrittenFolder(with_record(written, manifest), base_bytes, left_out=logs)
 
 
 def tokenizer_texts(plans: Iterable[Plan], texts: Mapping[str, str]) -> Mapping[str, str]:

@@ -63,6 +63,7 @@ class Adopted:
         other_computation: Keys of the saved config.json with which it computed otherwise; what the trained model had
             stays here too.
         bytes_written: Bytes of shards that were written.
+        left_out: Files of the trained model that were not taken along.
     """
 
     path: Path
@@ -78,6 +79,7 @@ class Adopted:
     other_settings: tuple[str, ...]
     other_computation: tuple[str, ...]
     bytes_written: int
+    left_out: tuple[str, ...]
 
 
 def default_output(saved: str | Path) -> Path:
@@ -151,6 +153,7 @@ def adopt(
         other_settings=tuple(other_settings),
         other_computation=tuple(other_computation),
         bytes_written=written.base_bytes + trained.bytes_added,
+        left_out=(*folder.left_out, *written.left_out),
     )
 
 

@@ -17,11 +17,17 @@ from pathlib import Path
 from scale_surgery.checkpoint.files import BaseWeights
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_files
-from scale_surgery.checkpoint.names import CHANGED_FILES, MANIFEST_FILE
 from scale_surgery.checkpoint.sources import Source, find_source
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, Problem
-from scale_surgery.folder.extract_folder import Extract, check_own_files, name_in_extract, open_extract
+from scale_surgery.folder.extract_folder import (
+    Extract,
+    check_own_files,
+    made_files,
+    name_in_extract,
+    open_extract,
+    shards_of,
+)
 from scale_surgery.folder.folder import refuse_linked
 from scale_surgery.folder.layout import Contents, lay_out, needed_bytes, room_for, total_bytes
 from scale_surgery.folder.record import Manifest
@@ -146,8 +152,11 @@ def apply(
     if _has_other_tokenizer(extracted, compared) and (new := manifest.plan.request.new_tokens) is not None:
         check_new_tokens(source.path, load_tokenizer(source.path, run), new, manifest.plan.sizes.embedded, run)
     if compared.other_files:
+        expansions = _named(manifest, compared).expansions
         brought = [name for name in _brought(extracted) if name not in twice]
         files: Contents = {name: extracted.path / name_in_extract(name) for name in brought}
+        # those of an unfinished training run have other names
+        files = {**files, **shards_of(extracted, expansions[manifest.name].plan)}
         room = room_for_base(checkpoint, manifest.plan, target, base_weights)
     else:
         files, room = _put_back(extracted, checkpoint), 0
@@ -162,7 +171,6 @@ def apply(
         with track("files", total_bytes(files)) as advance:
             lay_out(files, partial, base_weights, advance)
         if compared.other_files:
-            expansions = _named(manifest, compared).expansions
             # the record says where the tensors were computed, as the extract does
             on = replace(run, device=manifest.tool.get("device", "cpu"))
             written = write_folder(checkpoint, expansions, manifest.routing, partial, base_weights, track, on)
@@ -218,9 +226,9 @@ def _put_back(extract: Extract, base: Checkpoint) -> Contents:
 
 
 def _brought(extract: Extract) -> list[str]:
-    """Files that an extract brings to a base with other files; all others are made for that base."""
-    made = {*extract.manifest.code_files, *CHANGED_FILES, MANIFEST_FILE}
-    return [name for name in extract.listing.files if name not in made]
+    """Files beside the tensors that an extract brings to a base with other files; others are made for that base."""
+    made = made_files(extract)
+    return [name for name in extract.side_files if name not in made]
 
 
 def _has_other_tokenizer(extract: Extract, base: ComparedBase) -> bool:

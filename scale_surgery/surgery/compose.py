@@ -7,7 +7,6 @@ config.json, *.py, index, surgery.json                       list the expansions
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections import defaultdict
@@ -19,19 +18,24 @@ from scale_surgery.checkpoint.expansions import DEFAULT_NAME, renamed
 from scale_surgery.checkpoint.files import BaseWeights, check_base_weights
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.hashes import hash_file
-from scale_surgery.checkpoint.names import CARD_FILE, CHANGED_FILES, MANIFEST_FILE, TRAINING_FOLDER
-from scale_surgery.checkpoint.shards import header_bytes
+from scale_surgery.checkpoint.names import CARD_FILE, MANIFEST_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.sources import Source, find_source, listed
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.check import refuse_damaged
 from scale_surgery.folder.config import path_problems_of
-from scale_surgery.folder.extract_folder import Extract, check_own_files, name_in_extract, open_extract
+from scale_surgery.folder.extract_folder import (
+    Extract,
+    check_own_files,
+    made_files,
+    name_in_extract,
+    open_extract,
+    shards_of,
+)
 from scale_surgery.folder.folder import Folder, named_base, refuse_fused, refuse_linked, with_record
-from scale_surgery.folder.layout import Content, Headed, lay_out, total_bytes
+from scale_surgery.folder.layout import Content, lay_out, total_bytes
 from scale_surgery.folder.parts import link_base
 from scale_surgery.folder.record import ExpansionRecord, read_manifest
-from scale_surgery.folder.renumbered import aligned_header
 from scale_surgery.folder.routers import check_paths_differ, router_for
 from scale_surgery.folder.write import EXTENDED, room_for_base, write_folder
 from scale_surgery.modeling.expanded_routers import PosteriorRouter, Router
@@ -144,7 +148,7 @@ def compose(
     with staged(target, state, stamps, overwrite=overwrite) as partial:
         contents = dict[str, Content](beside)
         for name, extract in opened.items():
-            contents |= _shards_of(extract, added[name].plan)
+            contents |= shards_of(extract, added[name].plan)
         with track("expansions", total_bytes(contents)) as advance:
             lay_out(contents, partial, base_weights, advance)
         written = write_folder(given, expansions, routing, partial, base_weights, track, run)
@@ -156,7 +160,7 @@ def compose(
         expansions={name: len(record.plan.tensors) for name, record in expansions.items()},
         routing=routing,
         bytes_added=bytes_added,
-        left_out=(*given.left_out, *disputed),
+        left_out=tuple(dict.fromkeys((*given.left_out, *written.left_out, *disputed))),
         removed=remove,
     )
 
@@ -195,18 +199,20 @@ def _check_tokens(extract: Extract, given: Checkpoint, source: Source) -> None:
 def _find_beside(opened: Mapping[str, Extract], given: Checkpoint) -> tuple[dict[str, Content], tuple[str, ...]]:
     """Find the files of extracts that are neither tensors nor code, such as a chat template.
 
-    Those that the base has, or of which two extracts have different ones, are left out, and model cards.
+    Those that the base has, or of which two extracts have different ones, are left out, and model cards and logs.
     """
     found = defaultdict[str, list[Path]](list)
     for extract in opened.values():
-        made = {*extract.manifest.code_files, *CHANGED_FILES}
         for file in extract.side_files:
-            if file not in made and not file.startswith(f"{TRAINING_FOLDER}/"):
+            if file not in made_files(extract):
                 found[file].append(extract.path / name_in_extract(file))
     left = tuple(
         file
         for file, places in found.items()
-        if file == CARD_FILE or file in given.side_files or len(set(map(hash_file, places))) > 1
+        if file == CARD_FILE
+        or file.startswith(f"{TRAINING_FOLDER}/")
+        or file in given.side_files
+        or len(set(map(hash_file, places))) > 1
     )
     return {file: places[0] for file, places in found.items() if file not in left}, left
 
@@ -297,11 +303,13 @@ def _name_of(extract: Extract) -> str:
 
 def _check_names(wanted: Mapping[str, Extract], kept: Mapping[str, ExpansionRecord]) -> None:
     problems = [] if wanted or kept else [Problem("expansions-none", "extracts")]
+    known = list(kept)
     for name in wanted:
         try:
-            check_name(name, kept)
+            check_name(name, known)
         except PlanError as error:
             problems += error.problems
+        known.append(name)
     if problems:
         raise PlanError(*problems)
 
@@ -313,19 +321,3 @@ def _rename(record: ExpansionRecord, plan: Plan) -> ExpansionRecord:
         for hashes in (record.tensors, record.trained)
     )
     return replace(record, plan=plan, tensors=began or {}, trained=trained)
-
-
-def _shards_of(extract: Extract, plan: Plan) -> dict[str, Content]:
-    """Return the shards of an expansion, with its tensors under the name in its new plan."""
-    made, name, contents = extract.manifest.plan, plan.request.name, dict[str, Content]()
-    shards = {extract.tensors[old.name].file: new.shard for old, new in zip(made.tensors, plan.tensors, strict=True)}
-    for file, shard in shards.items():
-        if made.request.name == name:
-            contents[shard] = extract.path / file
-            continue
-        header = header_bytes(extract.path / file)[8:].decode("utf-8")
-        entries = {
-            key if key == "__metadata__" else renamed(key, name): entry for key, entry in json.loads(header).items()
-        }
-        contents[shard] = Headed(extract.path / file, aligned_header(entries, header))
-    return contents

@@ -137,7 +137,7 @@ def expand(
         path=target,
         plan=made,
         base_bytes_written=written.base_bytes,
-        left_out=given.left_out,
+        left_out=(*given.left_out, *written.left_out),
         pinned_tokenizer=written.pinned_tokenizer,
         warnings=warnings,
     )

@@ -27,7 +27,9 @@ from scale_surgery.checkpoint.headers import DTYPE_BYTES
 from scale_surgery.checkpoint.listing import list_files
 from scale_surgery.checkpoint.locks import locked_scratch
 from scale_surgery.checkpoint.names import (
+    CONFIG_FILE,
     INDEX_FILE,
+    MANIFEST_FILE,
     STOCK_FILE,
 )
 from scale_surgery.checkpoint.staging import check_space, check_target, staged
@@ -153,7 +155,7 @@ def merge(
     if folder.whole is not None or part.strength != 1:
         with _prepared(folder, target, part.strength, run, track) as alone:
             done = merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
-        return replace(done, left_out=_left_out(folder, target))
+        return replace(done, left_out=_left_out(folder, target, to))
     check_space(target, _needed_bytes(folder, to))
     refuse_damaged(folder, track, is_trusted=run.trust_remote_code)
     drift = None
@@ -196,7 +198,7 @@ def _isolated(folder: Folder, alone: Path, track: Track) -> Folder:
 
 def _write_base(folder: Folder, target: Path, track: Track, *, overwrite: bool) -> Merged:
     """Write the base's checkpoint: joined matrices would round its sums in another order."""
-    left_out = strip(folder.path, target, overwrite=overwrite, track=track).left_out
+    strip(folder.path, target, overwrite=overwrite, track=track)
     before = sum(info.elements for info in folder.tensors.values())
     written = open_checkpoint(target).tensors.values()
     after = sum(info.elements for info in written)
@@ -209,7 +211,7 @@ def _write_base(folder: Folder, target: Path, track: Track, *, overwrite: bool) 
         differences={"strength": after - before},
         bytes_written=sum(info.bytes for info in written),
         drift=None,
-        left_out=left_out,
+        left_out=_left_out(folder, target, "stock"),
     )
 
 
@@ -328,16 +330,22 @@ def _describe(target: Path, to: MergedForm, folder: Folder, drift: Drift | None)
         differences=_differences(manifest, to),
         bytes_written=sum(info.bytes for info in written.tensors.values()),
         drift=drift,
-        left_out=_left_out(folder, target),
+        left_out=_left_out(folder, target, to),
         warnings=() if to == "blocks" else _warnings(manifest.plan.sizes),
     )
 
 
-def _left_out(folder: Folder, target: Path) -> tuple[str, ...]:
+def _left_out(folder: Folder, target: Path, to: MergedForm) -> tuple[str, ...]:
     """Return the files that were not taken along: of a stock form, also those that the base did not have."""
-    written = {INDEX_FILE, *folder.manifest.code}
-    names = (name for name in folder.side_files if name not in written)
-    return tuple(dict.fromkeys((*folder.left_out, *(name for name in names if not (target / name).exists()))))
+    if to == "stock":
+        manifest = folder.of_all.manifest
+        known = {file.stored_as for file in manifest.base_files.values()}
+        known |= {CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, *manifest.replaced, *manifest.code}
+        missing = [name for name in folder.side_files if name not in known]
+    else:
+        written = {INDEX_FILE, *folder.manifest.code}
+        missing = [name for name in folder.side_files if name not in written and not (target / name).exists()]
+    return tuple(dict.fromkeys((*folder.left_out, *missing)))
 
 
 def _differences(manifest: Manifest, to: MergedForm) -> dict[str, int]:

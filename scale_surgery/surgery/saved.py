@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, ROUTER_KEY, place_of_specs, specs_of_expansions
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
-from scale_surgery.checkpoint.names import CONFIG_FILE
+from scale_surgery.checkpoint.names import CONFIG_FILE, TOKENIZER_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
 from scale_surgery.checkpoint.reading import differing_keys
 from scale_surgery.checkpoint.same_values import difference
@@ -31,9 +31,10 @@ from scale_surgery.checkpoint.shards import Entry, computed
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.checkpoint.trainer_files import LeftBehind, chat_template, read_left_behind
 from scale_surgery.deriving.configs import config_of
-from scale_surgery.errors import MOST_LINES, CheckpointError, Problem
+from scale_surgery.errors import MOST_LINES, CheckpointError, Problem, counted
 from scale_surgery.folder.folder import Folder
 from scale_surgery.planning.base import FLOATS
+from scale_surgery.planning.new_tokens import token_ids
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.tensors import TensorPlan
 from scale_surgery.progress import Track
@@ -231,6 +232,7 @@ def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[st
     if template is not None and template != kept:
         none = ": it has none" if kept is None else ""
         harmless.append(f"the chat template is another in what was saved, that of {trained.name} stays{none}")
+    decisive += _added_tokens(saved, trained)
     if not saved.config:
         return harmless, decisive
     there, here = _settings_of_both(saved, trained)
@@ -248,6 +250,20 @@ def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[st
         stays = "its router's numbers stay" if kept is not None else "OUT has none: route-export gives it one"
         harmless.append(f"the saved model routes in another way than {trained.name}, {stays}")
     return harmless, decisive
+
+
+def _added_tokens(saved: Saved, trained: Trained) -> Iterator[str]:
+    """Generate a line if the saved tokenizer gives ids that the trained model's does not give."""
+    files = [checkpoint.path / TOKENIZER_FILE for checkpoint in (saved.checkpoint, trained.folder)]
+    if not all(file.is_file() for file in files):
+        return
+    there, here = (token_ids(read_json(file)) for file in files)
+    if added := [token for token, id_ in there.items() if here.get(token) != id_]:
+        yield (
+            f"the tokenizer of what was saved has {counted(len(added), 'other token')}, such as {added[0]!r}, that of "
+            f"{trained.name} stays: text is read in other tokens than in the training. Expand the base with "
+            "--new-tokens to keep them."
+        )
 
 
 def _settings_of_both(saved: Saved, trained: Trained) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from scale_surgery import (
     Adopted,
@@ -488,6 +489,21 @@ def test_a_head_that_transformers_renames(pair_of: Callable[..., Pair], tmp_path
 
 
 # ---- what is told, or missing
+
+
+def test_tokens_that_were_added_in_the_training_are_told(tmp_path: Path) -> None:
+    """The embedding has rows for them, so no tensor tells; the tokenizer stays the base's."""
+    base = save_tiny(tmp_path / "base", "llama", vocab_size=1200)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    tokenizer.save_pretrained(base)
+    wide = expand(base, Request("1", variant="adapt"), tmp_path / "wide").path
+    saved = save(load(wide), tmp_path / "saved")
+    tokenizer.save_pretrained(saved)
+    assert not adopt(saved, wide, tmp_path / "same").other_computation, "the control"
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(saved)
+    (told,) = adopt(saved, wide, tmp_path / "other").other_computation
+    assert told.startswith("the tokenizer of what was saved has 1 other token, such as '<tool>', that of ")
 
 
 def test_settings_that_were_changed_are_told(pair: Pair, saved: Path, tmp_path: Path) -> None:

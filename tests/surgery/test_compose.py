@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +12,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scale_surgery import CosineRouter, PosteriorRouter, Request, apply, compose, expand, extract, route_export, strip
+from scale_surgery import (
+    CosineRouter,
+    PosteriorRouter,
+    Request,
+    adopt,
+    apply,
+    compose,
+    expand,
+    extract,
+    route_export,
+    strip,
+    verify,
+)
+from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.modeling import register
 from tests.command import run
 from tests.composed import LLAMA, REQUESTS, Made, mixed
-from tests.conftest import digests, load, problems, shake
+from tests.conftest import digests, edited, load, problems, shake
 from tests.each import mostly
 from tests.routed import padded, random_ids
 from tests.surgery import test_images as images
@@ -132,6 +145,10 @@ def test_expansions_are_called_as_their_folders_are(llama: Made, tmp_path: Path)
     given = (str(folder) for folder in folders[:1])
     assert digests(path) == digests(compose(llama.base, given, tmp_path / "of-one", routing=mixed((0.6, 0.4))).path)
     same = [Path(shutil.copytree(folders[0], tmp_path / name)) for name in ("my-law", "my_law")]
+    named = {"Law": llama.extracts["law"], "law": llama.extracts["music"]}
+    assert [problem.code for problem in problems(compose, llama.base, named, tmp_path / "out", error=PlanError)] == [
+        "name-taken"
+    ], "some disks ignore case"
     twice = [Problem("extract-name-twice", "names", name="my_law")]
     assert problems(compose, llama.base, same, tmp_path / "out", error=PlanError) == twice
     assert not (tmp_path / "out").exists()
@@ -160,6 +177,63 @@ def test_files_beside_the_tensors_come_along_unless_two_differ(llama: Made, tmp_
     assert [(tmp_path / "out" / f"{name}.txt").read_text() for name in pieces] == ["law", "music"]
     one = compose(llama.base, {"law": pieces["law"]}, tmp_path / "one")
     assert one.left_out == () and (tmp_path / "one" / "chat_template.jinja").read_text() == "law"
+
+
+@pytest.mark.parametrize("has_own", (False, True))
+def test_a_tokenizer_that_the_user_gave_comes_along_whole(
+    base_of: Callable[..., Path], tmp_path: Path, has_own: bool
+) -> None:
+    """The base has none, or has got one since: that stays."""
+    base = Path(shutil.copytree(base_of("llama"), tmp_path / "base"))
+    wide = expand(base, Request("1", variant="adapt"), tmp_path / "wide").path
+    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(wide)
+    given = {file.name for file in wide.iterdir()} - {file.name for file in base.iterdir()}
+    given &= {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= given
+    piece = extract(wide, tmp_path / "piece").path
+    (base / "README.md").write_text("another")
+    if has_own:
+        for name in given:
+            (base / name).write_bytes((wide / name).read_bytes() + b"\n")
+    done = compose(base, {"law": piece}, tmp_path / "composed"), apply(piece, tmp_path / "applied", base)
+    for made in done:
+        assert set(made.left_out) == (given if has_own else set())
+        for name in given:
+            assert (made.path / name).read_bytes() == (wide / name).read_bytes() + b"\n" * has_own
+        assert verify(made.path, probes=None, record=False).passed
+
+
+def test_an_extract_of_an_unfinished_run_is_applied_to_another_base(llama: Made, tmp_path: Path) -> None:
+    """Its shards have other names, as the index says."""
+    wide = Path(shutil.copytree(llama.folders["law"], tmp_path / "wide"))
+    (shard,) = wide.glob("expansion-*.safetensors")
+    unfinished = shard.with_name(shard.name.replace("-00001-of", "-step-200-00001-of"))
+    shard.rename(unfinished)
+    with edited(wide / "model.safetensors.index.json") as index:
+        index["weight_map"] = {
+            name: unfinished.name if file == shard.name else file for name, file in index["weight_map"].items()
+        }
+    piece = extract(wide, tmp_path / "piece").path
+    base = Path(shutil.copytree(llama.base, tmp_path / "base"))
+    (base / "README.md").write_text("newer")
+    again = apply(piece, tmp_path / "again", base).path
+    assert (again / shard.name).read_bytes() == unfinished.read_bytes()
+    assert verify(again, base, probes=None, record=False).passed
+
+
+def test_logs_of_training_stay_in_the_extract_and_are_listed(llama: Made, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama.folders["law"], tmp_path / "law"))
+    (folder / "training").mkdir(exist_ok=True)
+    (folder / "training" / "log.jsonl").write_text("{}")
+    piece = extract(folder, tmp_path / "piece").path
+    composed = compose(llama.base, {"law": piece}, tmp_path / "out")
+    assert "training/log.jsonl" in composed.left_out and not (tmp_path / "out" / "training").exists()
+    # of an expanded folder too
+    assert "training/log.jsonl" in expand(folder, Request("1", name="more"), tmp_path / "two").left_out
+    assert "training/log.jsonl" in compose(folder, {"music": llama.extracts["music"]}, tmp_path / "both").left_out
+    load(folder).save_pretrained(tmp_path / "saved")
+    adopted = adopt(tmp_path / "saved", folder, tmp_path / "adopted")
+    assert "training/log.jsonl" in adopted.left_out
 
 
 def test_a_cosine_router_needs_paths_that_differ(llama: Made, tmp_path: Path) -> None:

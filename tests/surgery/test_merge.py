@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scale_surgery import (
     CheckpointError,
     CosineRouter,
+    EvaluationSettings,
     PlanError,
     PosteriorRouter,
     Probes,
@@ -412,10 +413,17 @@ def test_a_fused_model_is_evaluated_beside_its_base(tmp_path: Path) -> None:
     expanded = expand(SHIPPED_MODEL, Request("2-3"), tmp_path / "expanded").path
     done = merge(expanded, tmp_path / "fused")
     (tmp_path / "old.txt").write_text("Paula was born in Lisbon. She is a baker.")
-    result = evaluate([done.path, SHIPPED_MODEL], [tmp_path / "old.txt"])
-    losses = [score.old.nats_per_token for score in result.scores if score.old is not None]
-    assert [score.kind for score in result.scores] == ["other", "other"] and not result.notes
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    limited = EvaluationSettings(max_forgetting=0.01)
+    result = evaluate([done.path, SHIPPED_MODEL], [tmp_path / "old.txt"], settings=limited)
+    of_base, of_fused = result.scores
+    assert (of_base.kind, of_fused.kind) == ("base", "other") and not result.notes
+    assert of_fused.base == of_base.name and of_fused.forgetting == pytest.approx(0, abs=1e-6)
+    assert result.limit is not None and result.limit.holds
+    trained = merge(shake(Path(shutil.copytree(expanded, tmp_path / "trained"))), tmp_path / "changed").path
+    spoiled = evaluate([trained, expanded], [tmp_path / "old.txt"], settings=limited)
+    by_name = {score.name: score for score in spoiled.scores}
+    assert by_name["changed"].base == by_name["expanded"].base == of_base.name
+    assert by_name["changed"].forgetting != 0 == by_name["expanded"].forgetting
     assert evaluate(done.path, [tmp_path / "old.txt"]).notes == (
         "fused: is fused and holds no base that could be measured with it. What it forgot and learned shows beside its "
         "base: give that as one more model.",
@@ -568,6 +576,22 @@ def test_what_a_merge_of_one_of_several_leaves_out_is_named(expanded: Path, tmp_
     done = merge(both, tmp_path / "fused", part=MergedPart("law"))
     assert set(done.left_out) == {"training/log.jsonl", "pytorch_model.bin"}
     assert not any((done.path / name).exists() for name in done.left_out)
+
+
+def test_a_stock_form_leaves_out_what_the_base_did_not_have(base_of: Callable[..., Path], tmp_path: Path) -> None:
+    """A base's README.md that lies under another name comes along, and a card in its place does not."""
+    base = Path(shutil.copytree(base_of("llama"), tmp_path / "base"))
+    (base / "README.md").write_text("the base's")
+    wide = expand(base, Request("all", variant="adapt", up_width=0), tmp_path / "wide").path
+    (wide / "README.md").rename(wide / "README.base.md")
+    with edited(wide / "surgery.json") as record:
+        record["base_files"]["README.md"]["stored_as"] = "README.base.md"
+    for name in ("README.md", "chat_template.jinja"):
+        (wide / name).write_text("mine")
+    for name, part in (("stock", MergedPart()), ("none", MergedPart(strength=0))):
+        done = merge(wide, tmp_path / name, "stock", part=part)
+        assert set(done.left_out) == {"README.md", "chat_template.jinja"}
+        assert (done.path / "README.md").read_text() == "the base's"
 
 
 @pytest.mark.parametrize("is_elsewhere", (False, True))
