@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 @run_options(code=BASE_CODE)
 @output_options
 def inspect_command(model: str, revision: str | None, out: Output, **options: Any) -> None:
-    """Describe MODEL: architecture, sizes, parameters and expansions. No weights are read.
+    """Describe MODEL: architecture, sizes, parameters and expansions.
+
+    No weights are read, except a head that is stored although config.json ties it.
 
     \b
     Example: scale-surgery inspect meta-llama/Llama-3.2-1B

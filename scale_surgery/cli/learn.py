@@ -58,7 +58,11 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
     recipe, given = options.pop("recipe"), options.pop("given")
     settings = {} if recipe is None else read_recipe(recipe)
     settings |= {name: value for name in ("model", "preset") if (value := options.pop(name)) is not None}
-    settings |= _from_options(options) | read_settings(given)
+    said = _from_options(options) | read_settings(given)
+    # what is said here overrides what the recipe has in its place
+    budgeted = any(name.startswith("ranking.") for name in said)
+    replaced = {"expansion.layers": budgeted, "training.steps": said.get("training.epochs") is not None}
+    settings = {name: value for name, value in settings.items() if not replaced.get(name)} | said
     # checked after merging, because the recipe may also set them
     if problems := [*missing_settings(settings), *preset_problems(settings.get("preset"))]:
         raise click.UsageError("\n".join(render(problems)))

@@ -38,7 +38,7 @@ def request_options(command: Command) -> Command:
     return add_options(command, [options_from(Request), options_from(TokenSource), set_option(Request)])
 
 
-LEFT_OUT = "other weight formats and links out of the folder are not copied: {}"
+LEFT_OUT = "other weight formats, links out of the folder and logs are not copied: {}"
 
 
 def paths_of_tokens(wanted: TokenSource) -> list[Path]:
@@ -81,7 +81,9 @@ def make_request(
 def plan_command(
     model: str, revision: str | None, outputs: tuple[Path, ...], details: bool, out: Output, **options: Any
 ) -> None:
-    """Show the plan of expand for MODEL: every new tensor and its cost. No weights are read or downloaded.
+    """Show the plan of expand for MODEL: every new tensor and its cost.
+
+    No weights are read, except a head that is stored although config.json ties it. None are downloaded.
 
     An expanded linear layer is a block matrix. Its base matrix W stays frozen. W21 maps the base's features to the new
     features, W22 maps new features to new features, and W12 maps the new features back to the base's.

@@ -64,6 +64,7 @@ from scale_surgery.text.instructions import SHIPPED
 from scale_surgery.text.sources import parse_source
 from scale_surgery.text.uses import texts_of_two_uses
 from scale_surgery.training.arguments import check_device
+from scale_surgery.training.load_model import check_quantisation
 from scale_surgery.training.rank_layers import plan_candidates, read_budget
 from scale_surgery.training.settings import check_gates, check_groups, check_settings
 
@@ -170,6 +171,7 @@ def prepare(
     source, checkpoint, made = _first_plan(recipe, record.kept, track)
     check_groups(recipe.model, made, recipe.training)
     check_gates(recipe.model, made, recipe.training)
+    check_quantisation(recipe.model, made, recipe.training.base_quantization, recipe.running)
     has_pilot = recipe.chooses_layers and ("layers" in record.kept or not _pays_for_all(recipe, made))
     problems = _route_problems(made) if recipe.route else []
     routes = recipe.route and not problems
@@ -180,6 +182,8 @@ def prepare(
     share, parts = recipe.hold_out.share, len(work.new_parts)
     if share * parts >= 1:
         raise PlanError(Problem("nothing-left-to-learn", "hold_out.share", share=share, parts=parts))
+    if parts and (shared := work.tokens_of_data).has_any and not shared.has_all:
+        raise PlanError(Problem("tokens-of-some-data", "--new-tokens-from"))
     if has_pilot and "layers" not in record.kept:
         plan_candidates(source, checkpoint, work.candidates, recipe.ranking, recipe.running)
     stages = tuple(stages_of(work))
@@ -386,7 +390,7 @@ def _texts(recipe: Recipe) -> tuple[str, ...]:
     given = (*recipe.data, *recipe.old, *recipe.measure_new, *recipe.measure_old, *recipe.tokens.token_texts)
     beginnings = recipe.training.rehearsal_prompts
     rehearsed = (name for name in recipe.training.rehearse if name != ITSELF)
-    return (*given, *rehearsed, *([] if beginnings is None else [beginnings]))
+    return (*given, *rehearsed, *([] if beginnings in (None, SHIPPED) else [beginnings]))
 
 
 def _stamp_texts(recipe: Recipe, *, hashed: bool = False) -> dict[str, list[Any]]:

@@ -48,7 +48,7 @@ from scale_surgery.running.new_tokens import find_new_tokens
 from scale_surgery.running.options import RunOptions
 from scale_surgery.surgery.expand import Expansion, expand
 from scale_surgery.surgery.route import Routed, route_export
-from scale_surgery.text.uses import share_text
+from scale_surgery.text.uses import SharedTexts, compare_texts
 from scale_surgery.training.rank_layers import rank_layers
 from scale_surgery.training.result import Training
 from scale_surgery.training.run_folder import CURVES_FILE, NEW_LOSS, read_log
@@ -138,11 +138,14 @@ class Work:
     @property
     def tokens(self) -> TokenSource:
         """Return the sources of new tokens; of a text to learn, without its held-out part."""
-        wanted = self.recipe.tokens
-        data = list(map(str, self.recipe.data))
-        others = [name for name in wanted.token_texts if not any(share_text(name, other) for other in data)]
-        is_learned = len(others) < len(wanted.token_texts)
-        return replace(wanted, token_texts=(*self.to_learn, *others)) if is_learned else wanted
+        wanted, shared = self.recipe.tokens, self.tokens_of_data
+        texts = (*self.to_learn, *shared.apart) if self.new_parts and shared.has_any else wanted.token_texts
+        return replace(wanted, token_texts=texts)
+
+    @property
+    def tokens_of_data(self) -> SharedTexts:
+        """Find what the texts of new tokens have in common with the text to learn."""
+        return compare_texts(self.recipe.tokens.token_texts, list(map(str, self.recipe.data)))
 
     @property
     def training(self) -> TrainingSettings:

@@ -102,12 +102,16 @@ def forget_tokenizers() -> None:
 
 
 def _load(path: Path, *, is_trusted: bool) -> Any | None:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         with quiet_transformers(), warnings.catch_warnings(), collector_paused():
             warnings.simplefilter("ignore")
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
+            loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=is_trusted)
+            if type(loaded).__name__ == "MistralCommonBackend" and (path / TOKENIZER_FILE).is_file():
+                # chosen where mistral-common is installed; the same folder has to give the same class everywhere
+                return PreTrainedTokenizerFast.from_pretrained(path)
+            return loaded
     except Exception:  # tokenizers raises bare exceptions
         return None
 

@@ -46,6 +46,10 @@ class TextSource:
     config: str | None = None
     revision: str | None = None
 
+    def __str__(self) -> str:
+        parts = ((field.name, getattr(self, field.name)) for field in fields(self)[1:])
+        return ",".join([self.name, *(f"{key}={value}" for key, value in parts if value is not None)])
+
     @property
     def path(self) -> Path:
         """The name as a path."""

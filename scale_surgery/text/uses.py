@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -34,9 +35,36 @@ def texts_named_twice(option: str, texts: Sequence[str | Path]) -> Iterator[Prob
             yield Problem("text-twice", other, option=option, other=one)
 
 
-def share_text(one: str, other: str) -> bool:
-    """Return True if two texts, by their names, have a file or a dataset in common."""
-    return _share_text(*_source_and_files(one), *_source_and_files(other))
+@dataclass(frozen=True)
+class SharedTexts:
+    """Texts beside others that may have files or datasets in common with them.
+
+    Attributes:
+        apart: Those of the texts that are none of the others, folders taken apart where it is needed.
+        has_any: True if there is a common one.
+        has_all: True if all of the others are among the texts.
+    """
+
+    apart: tuple[str, ...]
+    has_any: bool
+    has_all: bool
+
+
+def compare_texts(texts: Sequence[str], others: Sequence[str]) -> SharedTexts:
+    """Find what texts, by their names, have in common with others."""
+    parts = {name: [_read(text) for text in texts_in(parse_source(name))] for name in texts}
+    wanted = [_read(text) for name in others for text in texts_in(parse_source(name))]
+    apart, shared = list[str](), list[tuple[TextSource, set[Path]]]()
+    for name, some in parts.items():
+        common = [part for part in some if any(_share_text(*part, *other) for other in wanted)]
+        apart += [str(source) for source, _ in some if source not in dict(common)] if common else [name]
+        shared += common
+    has_all = all(any(_share_text(*part, *other) for part in shared) for other in wanted)
+    return SharedTexts(tuple(apart), bool(shared), has_all)
+
+
+def _read(source: TextSource) -> tuple[TextSource, set[Path]]:
+    return source, {file.resolve() for file in source.files}
 
 
 def _source_and_files(name: str) -> tuple[TextSource, set[Path]]:

@@ -167,11 +167,11 @@ class _Progress:
 
 
 def tokens_per_second(model: Any, begins: Beginnings, sampling: Sampling) -> float | None:
-    """Measure over a few tokens how fast a model writes texts; None if all end at their first token."""
+    """Measure over a few tokens how fast a model writes texts; None if the first has no second token."""
     times: list[float] = []
     begun = [begins.ids[0]] * sampling.rows_at_once(begins.lengths)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), evaluating(model):
-        tried = Sampling(len(begun), len(begun[0]) + TIMED, 1.0, 0)
+        tried = Sampling(len(begun), min(len(begun[0]) + TIMED, sampling.length), 1.0, 0)
         _generate(model, begun, tried, begins.ends, lambda ids: times.append(time.monotonic()))
     return len(begun) * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
 

@@ -15,6 +15,7 @@ from scale_surgery.folder.config import written_config
 from scale_surgery.folder.folder import Folder
 from scale_surgery.folder.parts import link_base
 from scale_surgery.planning.methods import refuse
+from scale_surgery.planning.plan import Plan
 from scale_surgery.running.freeze import expansion_parts, freeze_base, train_in_float32
 from scale_surgery.running.in_memory import InMemory
 from scale_surgery.running.loading import auto_class_of, model_class, quiet_transformers, translated
@@ -61,7 +62,7 @@ def _load(folder: Folder, run: RunOptions, *, widens: bool) -> Any:
         return make(folder.path, trust_remote_code=run.trust_remote_code, **options)
 
 
-def check_quantisation(folder: Folder, kind: Quantisation | None, run: RunOptions) -> None:
+def check_quantisation(path: str | Path, plan: Plan, kind: Quantisation | None, run: RunOptions) -> None:
     """Refuse a quantised base if the expansion, the launch or the installation does not support it."""
     from accelerate.utils import parse_flag_from_env
 
@@ -69,8 +70,8 @@ def check_quantisation(folder: Folder, kind: Quantisation | None, run: RunOption
         return
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise TrainingError(Problem("quantisation-with-fsdp", "--base-quantization", kind=kind))
-    refuse(folder.manifest.plan.method, "quantised", folder.path)
-    if run.trust_remote_code or folder.manifest.plan.architecture.own_code:
+    refuse(plan.method, "quantised", path)
+    if run.trust_remote_code or plan.architecture.own_code:
         raise TrainingError(Problem("quantisation-with-own-code", "--base-quantization", kind=kind))
     if find_spec("bitsandbytes") is None:
         raise TrainingError(Problem("quantisation-without-package", "--base-quantization", kind=kind))

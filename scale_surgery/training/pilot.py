@@ -47,7 +47,7 @@ def run_pilot(
     model: Any, facts: Architecture, text: Sequences, settings: RankingSettings, steps: int, track: Track
 ) -> Pilot:
     """Train a base model in place for a few steps, and measure how much each layer changed."""
-    if model.dtype == torch.bfloat16 and not has_bfloat16(model.device.type):
+    if model.dtype != torch.float32 and not has_bfloat16(model.device.type):
         # as `train` widens a base
         model.float()
     precision = torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=model.dtype != torch.float32)

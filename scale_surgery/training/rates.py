@@ -4,8 +4,9 @@ In one step AdamW moves every number by about the learning rate, for any gradien
 moves by rate * sum |x|, which grows with n. So the rate falls with 1 / n, as in maximal update parametrisation
 (arXiv 2203.03466). Here n is the total width of the residual stream and the up stream.
 
-In `preserve` only the new columns of the head read the up stream. They start at zero and are few, so the rate is three
-times as high. In `grow` copies of whole MLPs are trained, as matrices are in full fine-tuning: the rate is an eighth.
+In `preserve` without new tokens only the new columns of the head read the up stream. They start at zero and are few, so
+the rate is three times as high. In `grow` copies of whole MLPs are trained, as matrices are in full fine-tuning: the
+rate is an eighth.
 """
 
 from __future__ import annotations

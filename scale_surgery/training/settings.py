@@ -41,7 +41,7 @@ class TrainingSettings:
         batch_size: Sequences in one forward pass of one process.
         gradient_accumulation: Forward passes in one optimizer step.
         learning_rate: Peak learning rate of all tensors, after the warm-up. Default: 0.4 / width of the model, three
-            times as much in preserve, and an eighth of it in grow.
+            times as much in preserve without new tokens, and an eighth of it in grow.
         schedule: Shape of the learning rate after the warm-up.
         warmup: Share of the steps in which the learning rate rises from zero. Default: 0.06, and at least 10 steps. A
             run without so many steps ends before the peak rate.

@@ -219,7 +219,7 @@ def _sources(
 def _check_ways(folder: Folder, settings: TrainingSettings, run: RunOptions) -> None:
     """Check that this expansion supports the requested settings."""
     manifest = folder.manifest
-    check_quantisation(folder, settings.base_quantization, run)
+    check_quantisation(folder.path, manifest.plan, settings.base_quantization, run)
     if settings.routed and manifest.routing is None:
         raise TrainingError(Problem("router-missing", folder.path, name=manifest.name))
     check_gates(folder.path, manifest.plan, settings)

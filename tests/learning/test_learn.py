@@ -554,6 +554,9 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
         ),
         (("--layers", "auto", "--budget", "20%", "--set", "ranking.sequence_length=5000"), "--sequence-length is 5000"),
         (("--set", "training.routed=true"), "training.routed is True"),
+        (("--set", "training.base_quantization=nf4", "--set", "expansion.method=depth"), f"{SHIPPED_MODEL}: "),
+        (("--set", "training.base_quantization=nf4", "--trust-remote-code"), "--base-quantization is nf4"),
+        (("--data", "COPY", "--new-tokens-from", "COPY", "--count", "3"), "--new-tokens-from names some"),
         (("--rehearse", "nosuch.txt"), "nosuch.txt: "),
         (("--rehearse", "self", "--set", "training.rehearsal_prompts=nosuch.txt"), "nosuch.txt: "),
         (("--rehearse", "self", "--rehearse", "OLD"), "--rehearse is self, "),
@@ -570,7 +573,8 @@ def test_what_does_not_fit_the_model_is_said_first(settings, tmp_path):
 def test_what_a_later_stage_would_refuse_is_said_first(words, place, settings, tmp_path):
     job = ("--layers", "last:1", "-o", str(tmp_path / "job"), "--dry-run")
     old = settings["old"][0]
-    named = {"OLD": old, "OLD,column=text": f"{old},column=text", "FOLDER": str(Path(old).parent)}
+    copied = shutil.copy(settings["data"][0], tmp_path / "copy.jsonl")
+    named = {"OLD": old, "OLD,column=text": f"{old},column=text", "FOLDER": str(Path(old).parent), "COPY": copied}
     given = (named.get(word, word) for word in words)
     said = " ".join(command.run(*learn_words(settings, *job, *given), code=1).output.split())
     assert said.startswith(f"error: {place.replace('OLD', settings['old'][0])}")

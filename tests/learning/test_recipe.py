@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from scale_surgery import CheckpointError, PlanError, read_recipe, resolve_recipe, write_recipe
 from scale_surgery.biographies import SHIPPED_MODEL
+from scale_surgery.cli.learn import SHORT, TOP, settings_from
 from scale_surgery.cli.options import read_settings
 from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
@@ -70,6 +72,23 @@ def test_any_text_and_number_reads_back(model, rate, files):
     with tempfile.TemporaryDirectory() as folder:
         write_recipe(recipe, Path(folder) / "recipe.yaml")
         assert make_recipe(read_recipe(Path(folder) / "recipe.yaml")) == recipe
+
+
+def test_what_is_said_beside_a_recipe_takes_the_place_of_what_it_has_instead(tmp_path):
+    """A budget is for chosen layers, and passes are counted where no steps are given."""
+    (tmp_path / "r.yaml").write_text("model: m\ndata: d\nexpansion: {layers: last:4}\ntraining: {steps: 1000}\n")
+
+    def merged(given=(), **said):
+        options = dict.fromkeys(("model", "preset", "data", "old", *TOP, "revision", *chain(*SHORT.values())))
+        options |= {"data": (), "old": (), "recipe": tmp_path / "r.yaml", "given": given, **said}
+        return settings_from(options)
+
+    usual = merged()
+    assert (usual["expansion.layers"], usual["training.steps"]) == ("last:4", 1000)
+    assert "expansion.layers" not in merged(budget="20%") and merged(budget="20%")["training.steps"] == 1000
+    assert "training.steps" not in merged(epochs=3.0) and merged(epochs=3.0)["expansion.layers"] == "last:4"
+    assert merged(budget="20%", layers="0")["expansion.layers"] == "0"
+    assert merged(("training.epochs=3", "training.steps=5"))["training.steps"] == "5"
 
 
 def test_every_setting_is_written_with_a_comment():
@@ -362,8 +381,23 @@ def test_new_tokens_are_chosen_without_the_held_out_part_whatever_the_text_is_ca
     monkeypatch.chdir(tmp_path)
     (tmp_path / "new.txt").write_text("x")
     (tmp_path / "other.txt").write_text("y")
-    for name in ("new.txt", "./new.txt", str(tmp_path / "new.txt"), str(tmp_path)):
-        recipe = make_recipe({"model": "m", "data": "new.txt", "tokens.token_texts": name, "tokens.token_count": 3})
-        assert Work(recipe, Path("out"), True).tokens.token_texts == ("out/texts-new/learn.jsonl",)
-    recipe = make_recipe({"model": "m", "data": "new.txt", "tokens.token_texts": "other.txt", "tokens.token_count": 3})
-    assert Work(recipe, Path("out"), True).tokens.token_texts == ("other.txt",), "the control"
+    (tmp_path / "rows.jsonl").write_text('{"said": "z"}')
+
+    def work(texts: Any, data: Any = "new.txt", **given: Any) -> Work:
+        values = {"model": "m", "data": data, "tokens.token_texts": texts, "tokens.token_count": 3}
+        return Work(make_recipe({**values, **given}), Path("out"), True)
+
+    learned = "out/texts-new/learn.jsonl"
+    for name in ("new.txt", "./new.txt", str(tmp_path / "new.txt")):
+        assert work(name).tokens.token_texts == (learned,)
+    assert work("other.txt").tokens.token_texts == ("other.txt",), "the control"
+    # a folder with other files too
+    assert work(".").tokens.token_texts == (learned, "other.txt", "rows.jsonl")
+    # several to learn, of which tokens are wanted of some
+    both = ["new.txt", "other.txt"]
+    assert work(both, both).tokens.token_texts == (learned,) and work(both, both).tokens_of_data.has_all
+    assert work("new.txt", both).tokens_of_data.has_any and not work("new.txt", both).tokens_of_data.has_all
+    # another part of the same rows, and a file whose text has another name
+    assert work("rows.jsonl,column=said").tokens.token_texts == ("rows.jsonl,column=said",)
+    # nothing is held out
+    assert work("new.txt", both, measure_new="rows.jsonl", route=False).tokens.token_texts == ("new.txt",)

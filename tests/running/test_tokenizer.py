@@ -176,6 +176,22 @@ def test_a_class_is_found_without_a_vocabulary(folders):
     assert len(chosen) > 1
 
 
+def test_the_files_decide_where_mistral_common_would_be_chosen(folders, monkeypatch):
+    """It reads tekken.json where it is installed, lacks some methods, and is nowhere else."""
+
+    class MistralCommonBackend:
+        """Stands in for the class of transformers, which needs a package that is not installed here."""
+
+    folder, _, _ = folders["llama_portable"]
+    tokenizers_kept._kept.clear()
+    expected = load_tokenizer(folder)
+    tokenizers_kept._kept.clear()
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: MistralCommonBackend())
+    found = load_tokenizer(folder)
+    assert type(found) is type(expected) and found(TEXTS[0])["input_ids"] == expected(TEXTS[0])["input_ids"]
+    tokenizers_kept._kept.clear()
+
+
 @pytest.fixture
 def loaded(monkeypatch) -> list[Path]:
     """Folders from which transformers loads a tokenizer with its vocabulary."""
