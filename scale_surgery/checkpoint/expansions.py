@@ -59,9 +59,14 @@ def specs_of_expansions(specs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]
 
 
 def path_names(specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the paths of a model, the base's first; empty if its only expansion is unnamed."""
-    names = tuple(str(entry.get("name", DEFAULT_NAME)) for entry in specs_of_expansions(specs))
-    return (BASE_NAME, *names) if names not in ((), (DEFAULT_NAME,)) else ()
+    """Return the names of the paths of a model, the base's first.
+
+    They are empty if its only expansion is unnamed, or if it is fused with its base, so that no path runs alone.
+    """
+    entries = specs_of_expansions(specs)
+    names = tuple(str(entry.get("name", DEFAULT_NAME)) for entry in entries)
+    is_fused = any(entry.get("fused") for entry in entries)
+    return () if is_fused or names in ((), (DEFAULT_NAME,)) else (BASE_NAME, *names)
 
 
 def place_of_specs(specs: Mapping[str, Any], number: int = 0) -> str:

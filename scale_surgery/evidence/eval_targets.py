@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.expansions import ROUTER_KEY, path_names, specs_of_expansions
+from scale_surgery.checkpoint.expansions import BASE_NAME, ROUTER_KEY, path_names, specs_of_expansions
 from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.foreign import adopt_line
 from scale_surgery.checkpoint.hashes import hash_file
@@ -91,7 +91,7 @@ class Subject:
     @property
     def expansions(self) -> tuple[str, ...]:
         """Names of its expansions if there are several, otherwise empty."""
-        names = () if self.is_fused else path_names(self.checkpoint.config.get(CONFIG_KEY, {}))[1:]
+        names = path_names(self.checkpoint.config.get(CONFIG_KEY, {}))[1:]
         return names if len(names) > 1 else ()
 
     @property
@@ -104,6 +104,11 @@ class Subject:
     def reads_new_tokens(self, expansion: str) -> bool:
         """Return True if this expansion, one of several, adds tokens."""
         return self.manifest is not None and self.manifest.plans[expansion].widths.new_tokens > 0
+
+    def tokenizer_of(self, path: str | None) -> Any:
+        """Return the tokenizer of a path: the base, an expansion, or all of the model (None)."""
+        has_tokens = path is None or (path != BASE_NAME and self.reads_new_tokens(path))
+        return self.tokenizer if has_tokens else self.base_tokenizer
 
     @property
     def runs(self) -> tuple[Mapping[str, Any], ...]:

@@ -56,6 +56,7 @@ class ExpansionSummary:
             of them train.
         is_fused: True if base weights and blocks are one matrix for each linear, so that nothing trains.
         steps: Steps of all training runs.
+        strength: Factor of what was learned, where a merge set one.
     """
 
     method: str
@@ -71,6 +72,7 @@ class ExpansionSummary:
     parameters_by_block: Mapping[str, int]
     is_fused: bool
     steps: int
+    strength: float = 1.0
 
     @property
     def parameters(self) -> int:
@@ -264,7 +266,8 @@ def _summarise(checkpoint: Checkpoint, title: str, stored: StoredManifest | None
 def _read_expansion(checkpoint: Checkpoint, specs: _Specs, stored: StoredManifest | None) -> ExpansionSummary:
     # a model with duplicated layers has one expansion
     numbering = numbering_of(checkpoint.config[CONFIG_KEY])
-    runs = stored.expansions[specs.name].training if stored and specs.name in stored.expansions else ()
+    known = stored.expansions.get(specs.name) if stored else None
+    runs = () if known is None else known.training
     copies = None if numbering is None else _count_copies(checkpoint, specs.groups)
     return ExpansionSummary(
         method=method_of_variant(specs.variant).name,
@@ -280,6 +283,7 @@ def _read_expansion(checkpoint: Checkpoint, specs: _Specs, stored: StoredManifes
         parameters_by_block=_count_blocks(checkpoint, specs.name) if copies is None else copies,
         is_fused=specs.fused,
         steps=int(sum(run.get("steps", 0) for run in runs)),
+        strength=1.0 if known is None else known.strength,
     )
 
 

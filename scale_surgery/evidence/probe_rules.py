@@ -23,8 +23,11 @@ from pathlib import Path
 
 from scale_surgery.evidence.languages import script_of
 
-SIGN, WHOLE = r"(?:(?<![\w.])[-+−])?", r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-NUMBER = re.compile(rf"{SIGN}(?:{WHOLE}(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+# letters of scripts without spaces, after which a number may begin
+UNSPACED_LETTER = r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff]"
+BEGIN = rf"(?:(?<![\w.])|(?<={UNSPACED_LETTER}))"
+SIGN, WHOLE = rf"(?:{BEGIN}[-+−])?", r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+NUMBER = re.compile(rf"{SIGN}(?:{WHOLE}(?:\.[0-9]+)?|{BEGIN}\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 # what goes on with a word, and with a number
 REST_OF_WORD, REST_OF_NUMBER = re.compile(r"[-'’]?\w"), re.compile(r"\w|[.,:/]\d")
 # scripts without spaces between words, or, in Hangul, between a word and its particle
@@ -56,8 +59,10 @@ def is_exact(answer: str, right: str) -> bool:
     """Return True if an answer begins with the right one."""
     answer, right = (unicodedata.normalize("NFC", text.strip()) for text in (answer, right))
     last, rest = right[-1:], answer[len(right) :]
-    if not answer.startswith(right) or not _is_letter(last) or script_of(last) in UNSPACED:
+    if not answer.startswith(right) or not _is_letter(last) or not rest:
         return answer.startswith(right)
+    if script_of(last) in UNSPACED or script_of(rest[0]) in UNSPACED:
+        return True
     goes_on = REST_OF_NUMBER if last.isdigit() else REST_OF_WORD
     return not (goes_on.match(rest) or _is_letter(rest[:1]))
 

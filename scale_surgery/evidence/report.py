@@ -135,6 +135,8 @@ def _read_log(folder: Folder) -> Iterator[Mapping[str, Any]]:
 def _notes(manifest: Manifest, comparison: Comparison, streams: Streams | None, state: str) -> Iterator[str]:
     if state == "initial":
         yield "Nothing was trained: every expansion tensor has the bytes that the expansion wrote."
+    if (strength := manifest.expansions[manifest.name].strength) != 1:
+        yield f"Strength {strength:g}: the tensors have it, and the training run was measured at strength 1."
     if comparison.spoiled:
         yield f"NaN or infinity in {name_some(comparison.spoiled)}: the model is broken."
     if comparison.differing:

@@ -161,12 +161,12 @@ def _wide_values(config: Mapping[str, Any], manifest: Manifest, fork: int | None
     }
     layers = dict(config.get("per_layer_config") or {})
     layers |= {number: {**layers.get(number, {}), **values} for number, values in per_layer.items()}
+    # an attention that is not split keeps its heads
+    of_heads = {key["query_heads"]: most[0], key["key_value_heads"]: most[1], key["head_size"]: sizes.head_size}
     return {
         # that which the head reads
         key["hidden"]: sizes.hidden + widths.up_width + (own_columns(manifest) if shares_head(manifest) else 0),
-        key["query_heads"]: most[0],
-        key["key_value_heads"]: most[1],
-        key["head_size"]: sizes.head_size,
+        **(of_heads if sizes.query_heads else {}),
         **({"per_layer_config": layers} if per_layer else {}),
     }
 

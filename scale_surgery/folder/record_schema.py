@@ -60,6 +60,7 @@ class Run(TypedDict, total=False):
     steps: float
     measured: Mapping[str, float | None] | None
     settings: Mapping[str, Any] | None
+    routed: bool
 
 
 @open_record

@@ -216,7 +216,7 @@ def _runs(
                 "begun": (run.get("begun") or run["adopted"])[:10],
                 "is_adopted": "adopted" in run,
                 "is_unseen": run.get("base_compared") == 0,
-                "is_routed": bool(settings.get("routed")),
+                "is_routed": bool(run.get("routed")),
                 "strength": strengths[expansion],
                 "rehearsed": rehearsed_text(run),
                 "measured": _measured(run.get("measured") or {}),

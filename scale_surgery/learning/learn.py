@@ -32,6 +32,7 @@ from scale_surgery.deriving.planned import make_plan
 from scale_surgery.errors import CheckpointError, DataError, PlanError, Problem, SurgeryError, TrainingError
 from scale_surgery.evidence.promises import verdict
 from scale_surgery.evidence.rehearsed import ITSELF
+from scale_surgery.folder.record import read_manifest
 from scale_surgery.folder.routers import check_paths_differ, describe_router, router_for
 from scale_surgery.learning.estimate import Estimate, count_tokens, estimate_cost
 from scale_surgery.learning.hold_out import text_files
@@ -303,16 +304,14 @@ def _write_page(job: Job, last: Stage, report: Any, seconds: float) -> None:
 
 def _describe(job: Job, done: Mapping[str, Mapping[str, Any]]) -> Learned:
     work, kept = job.work, job.record.kept
-    verification = kept["verify"]
+    verification, made = kept["verify"], read_manifest(work.result)
     return Learned(
         path=work.folder,
         model=work.recipe.model,
         result=work.result,
         layers=kept["plan"]["layers"],
         parameters_added=kept["plan"]["parameters_added"],
-        router=kept.get("calibrate", {}).get("router", describe_router(router_for(work.recipe.routing.make(), 1)))
-        if work.routes
-        else None,
+        router=None if made.routing is None else describe_router(made.routing, list(made.expansions)),
         rows=rows_of(kept["evaluate"], routed=work.routes, name=work.training.name),
         verified=verification["passed"],
         promises={promise["name"]: _promised(promise) for promise in verification["promises"]},

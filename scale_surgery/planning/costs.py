@@ -63,7 +63,7 @@ def count_costs(base: Base, specs: Mapping[str, Any], tensors: Sequence[TensorPl
     before = sum(info.elements for info in base.read.values())
     widths = Widths(**specs["widths"])
     facts = (base.architecture, base.sizes, widths)
-    has_stock_form = not any(stock_problems(*facts))
+    has_stock_form = not any(stock_problems(*facts, has_gates=any(tensor.block == "gate" for tensor in tensors)))
     return Costs(
         parameters_before=before,
         parameters_added=added,

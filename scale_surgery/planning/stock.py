@@ -121,9 +121,13 @@ def _widths_of(sizes: Sizes) -> StockWidths:
     return StockWidths(sizes.query_heads, sizes.key_value_heads, sizes.inner)
 
 
-def stock_problems(architecture: Architecture, sizes: Sizes, widths: Widths) -> Iterator[Problem]:
-    """Yield why widths have no stock form; nothing if they have one."""
+def stock_problems(
+    architecture: Architecture, sizes: Sizes, widths: Widths, *, has_gates: bool = False
+) -> Iterator[Problem]:
+    """Yield why widths, or gates, have no stock form; nothing if they have one."""
     place = "--to stock"
+    if has_gates:
+        yield Problem("stock-gates", place)
     if widths.up_width:
         yield Problem("stock-stream-wider", place, added=widths.up_width, hidden=sizes.hidden)
     if widths == Widths(new_tokens=widths.new_tokens):

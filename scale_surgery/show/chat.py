@@ -86,11 +86,11 @@ class Session:
         self.speaker, self.out, self.settings, self.look, self.interrupt = speaker, out, settings, look, interrupt
         self.has_template = has_template(speaker.subject, settings)
         named = [("base", True), ("expanded", False)] if compare else [(speaker.subject.name, False)]
-        self.voices = [Voice(name, is_base, self._conversation(), []) for name, is_base in named]
+        self.voices = [Voice(name, is_base, self._conversation(is_base=is_base), []) for name, is_base in named]
         self.last: str | None = None
 
-    def _conversation(self) -> Conversation:
-        return Conversation(self.speaker.subject, has_template=self.has_template)
+    def _conversation(self, *, is_base: bool) -> Conversation:
+        return Conversation(self.speaker.subject, has_template=self.has_template, is_base=is_base)
 
     @property
     def marking(self) -> Marking:

@@ -154,6 +154,7 @@ def _expansion_rows(added: ExpansionSummary, router: tuple[str, str]) -> list[tu
         *how,
         ("trains", "nothing: the fused form has one matrix for base and blocks" if added.is_fused else blocks),
         ("trained", counted(added.steps, "step") if added.steps else ""),
+        ("strength", "" if added.strength == 1 else f"{added.strength:g} of what was learned"),
     ]
 
 

@@ -94,8 +94,11 @@ def _fused_form(plan: Plan) -> str:
     refused = plan.method.refusal("fuse") or plan.method.refusal("merge")
     if problems := refused or fused_problems(plan.architecture, plan.layers):
         return _none(problems[:1])
-    only = f", if the base's tensors are {plan.request.dtype} too" if plan.request.dtype else ""
-    return f"yes, by merge --to fused{only}"
+    return f"yes, by merge --to fused{_only(plan)}"
+
+
+def _only(plan: Plan) -> str:
+    return f", if the base's tensors are {plan.request.dtype} too" if plan.request.dtype else ""
 
 
 def _router(plan: Plan) -> str:
@@ -116,7 +119,7 @@ def _stock_form(plan: Plan) -> str:
         caution = "; other programs must read layer_types, not layer numbers" if plan.architecture.layer_types else ""
         return f"the folder itself: {plan.family} with more layers, without custom code{caution}"
     if stock is None:
-        return _none(stock_problems(plan.architecture, plan.sizes, plan.widths))
+        return _none(stock_problems(plan.architecture, plan.sizes, plan.widths, has_gates=plan.has_gates))
     added = stock.parameters - plan.costs.parameters_before
     before, after = stock.before, stock.after
     changes = [f"of them {stock.padding:,} zeros"]
@@ -125,7 +128,7 @@ def _stock_form(plan: Plan) -> str:
         changes.append(f"heads from {heads[0]} to {heads[1]}")
     if before.inner != after.inner:
         changes.append(f"inner from {before.inner} to {after.inner}")
-    return f"+{added:,} ({added / plan.costs.parameters_before:.1%}), {'; '.join(changes)}"
+    return f"+{added:,} ({added / plan.costs.parameters_before:.1%}), {'; '.join(changes)}{_only(plan)}"
 
 
 def _sample(plan: Plan) -> tuple[TensorPlan, ...]:

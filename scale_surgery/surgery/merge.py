@@ -358,7 +358,8 @@ def _differences(manifest: Manifest, to: MergedForm) -> dict[str, int]:
 
 
 def _warnings(sizes: Sizes) -> tuple[str, ...]:
-    if sizes.head_size >= SMALLEST_SERVED_HEAD:
+    # 0 is an attention that is not split, or none
+    if sizes.head_size >= SMALLEST_SERVED_HEAD or not sizes.head_size:
         return ()
     return (
         f"a head has {sizes.head_size} features: vLLM's attention on a CPU takes {SMALLEST_SERVED_HEAD} or more. "

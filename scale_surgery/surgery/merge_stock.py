@@ -40,23 +40,16 @@ if TYPE_CHECKING:
 
 def check_stock(folder: Folder) -> None:
     """Check that an expanded model has a stock form, and give every reason if it has none."""
-    forms, casts = stock_problems(*_facts(folder.manifest)), cast_problems(folder.tensors, folder.manifest)
-    if problems := [*_state_problems(folder.manifest), *forms, *casts]:
+    manifest = folder.manifest
+    problems = [Problem("stock-router", "--to stock", router=manifest.routing.router)] if manifest.routing else []
+    problems += stock_problems(*_facts(manifest), has_gates=manifest.plan.has_gates)
+    if problems := [*problems, *cast_problems(folder.tensors, manifest)]:
         raise PlanError(*problems)
 
 
 def _facts(manifest: Manifest) -> tuple[Architecture, Sizes, Widths]:
     plan = manifest.plan
     return plan.architecture, plan.sizes, plan.widths
-
-
-def _state_problems(manifest: Manifest) -> list[Problem]:
-    problems = []
-    if manifest.routing:
-        problems.append(Problem("stock-router", "--to stock", router=manifest.routing.router))
-    if manifest.plan.variant == "gated":
-        problems.append(Problem("stock-gates", "--to stock"))
-    return problems
 
 
 def write_stock(folder: Folder, partial: Path, track: Track = no_track) -> None:

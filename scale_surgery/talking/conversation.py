@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.errors import DataError, Problem
 from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.running.context import check_room
@@ -30,10 +31,10 @@ class EncodedPrompt:
 
 
 class Conversation:
-    """The messages to one model, with its answers."""
+    """The messages to one model, or to its base, with the answers."""
 
-    def __init__(self, subject: Subject, *, has_template: bool) -> None:
-        self.subject, self.has_template = subject, has_template
+    def __init__(self, subject: Subject, *, has_template: bool, is_base: bool = False) -> None:
+        self.subject, self.has_template, self.is_base = subject, has_template, is_base
         self.turns: list[Answer] = []
         self.before: list[Answer] = []
 
@@ -70,14 +71,18 @@ class Conversation:
 
         if self.has_template:
             return self._fill_template(turns, message, settings)
-        return tokenize_prompts([_join(turns, message)], self.subject.tokenizer)[0]
+        return tokenize_prompts([_join(turns, message)], self._tokenizer(settings))[0]
+
+    def _tokenizer(self, settings: GenerationSettings) -> Any:
+        """Return the tokenizer of the path that answers; new tokens belong to one expansion."""
+        return self.subject.tokenizer_of(BASE_NAME if self.is_base else settings.expansion)
 
     def _fill_template(self, turns: Sequence[Answer], message: str, settings: GenerationSettings) -> list[int]:
         history = [] if settings.system is None else [("system", settings.system)]
         for turn in turns:
             history += [("user", turn.prompt), ("assistant", turn.text)]
         messages = [{"role": role, "content": content} for role, content in (*history, ("user", message))]
-        tokenizer: Any = self.subject.tokenizer
+        tokenizer = self._tokenizer(settings)
         with translated("chat-template-fails", self.subject.name):
             filled = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         ids: list[int] = filled["input_ids"]

@@ -52,26 +52,29 @@ def generate(
     if not asked:
         raise DataError(Problem("prompts-missing"))
     subject = open_subject(model, settings, compare=compare, run=run, revision=revision)
-    encoded = encode_all(subject, asked, settings)
+    voices = (True, False) if compare else (False,)
+    encoded = {is_base: encode_all(subject, asked, settings, is_base=is_base) for is_base in voices}
     with loaded_speaker(subject, run) as speaker, speaker.isolated_random_state(settings.seed):
         answers: dict[bool, list[Answer]] = {False: [], True: []}
-        for place, (prompt, read) in enumerate(zip(asked, encoded, strict=True)):
-            for is_base in (True, False) if compare else (False,):
+        for place, prompt in enumerate(asked):
+            for is_base in voices:
 
                 def stream(token: Token, place: int = place, is_base: bool = is_base) -> None:
                     on_token(StreamedToken(place, is_base, token, speaker.paths))
 
                 with speaker.as_base() if is_base else speaker.as_chosen(settings):
-                    answers[is_base].append(speaker.speak(prompt, read.ids, settings, stream))
+                    answers[is_base].append(speaker.speak(prompt, encoded[is_base][place].ids, settings, stream))
         return summarise(speaker, settings, answers[False], answers[True])
 
 
-def encode_all(subject: Subject, prompts: Sequence[str], settings: GenerationSettings) -> list[EncodedPrompt]:
-    """Encode independent prompts; one error names all prompts that the model cannot read."""
+def encode_all(
+    subject: Subject, prompts: Sequence[str], settings: GenerationSettings, *, is_base: bool = False
+) -> list[EncodedPrompt]:
+    """Encode independent prompts for a model or its base; one error names all prompts that it cannot read."""
     encoded, problems = [], list[Problem]()
     for number, prompt in enumerate(prompts, start=1):
         try:
-            conversation = Conversation(subject, has_template=has_template(subject, settings))
+            conversation = Conversation(subject, has_template=has_template(subject, settings), is_base=is_base)
             encoded.append(conversation.encode(prompt, settings))
         except DataError as error:
             place = f"prompt {number}"

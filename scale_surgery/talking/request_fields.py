@@ -13,7 +13,7 @@ from scale_surgery.fields import KIND_NAMES, Range
 
 # fields that transformers' server reads, by endpoint; it accepts others and ignores them
 EVERYWHERE = frozenset({"generation_config", "model", "seed", "stream", "temperature", "top_p"})
-COMPLETIONS = EVERYWHERE | {"frequency_penalty", "max_tokens", "prompt", "stop", "suffix"}
+COMPLETIONS = EVERYWHERE | {"frequency_penalty", "max_tokens", "prompt", "stop"}
 CHAT = EVERYWHERE | {"chat_template_kwargs", "frequency_penalty", "logit_bias", "max_completion_tokens", "max_tokens"}
 CHAT |= {"messages", "stop", "tools"}
 RESPONSES = EVERYWHERE | {"input", "instructions", "max_output_tokens", "tools"}
@@ -31,6 +31,8 @@ USUAL = {
     "response_format": {"type": "text"},
     "store": False,
     "stream_options": {"include_usage": True},
+    # the server would put it behind the answer, and no model would read it
+    "suffix": "",
     "tool_choice": "auto",
 }
 
@@ -88,13 +90,12 @@ EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed": _numbers(int, Range(least=-(2**63), most=2**64 - 1)),
     "stop": ("text, or a list of texts, none of them empty", _is_stop),
     "stream": ("true or false", lambda value: isinstance(value, bool)),
-    "suffix": TEXT,
     "temperature": _numbers(float, Range(least=0)),
-    "tools": ("a list of objects", lambda value: value == [] or _is_list(value, dict)),
+    "tools": ("a list of objects", lambda value: _is_list(value, dict)),
     "top_p": _numbers(float, Range(least=0, most=1)),
 }
-# fields that clients send empty if nothing is asked
-EMPTY = frozenset({"logit_bias", "stop"})
+# fields that clients send empty if nothing is asked; some templates announce tools if there is an empty list
+EMPTY = frozenset({"logit_bias", "stop", "tools"})
 # required fields
 NEEDED = frozenset({"input", "messages", "prompt"})
 

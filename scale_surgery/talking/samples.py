@@ -88,7 +88,7 @@ def write_samples_of(
     subject = open_subject(model, usual, run=run, revision=revision)
     if subject.is_fused:
         raise PlanError(Problem("base-fused", "--samples", model=subject.name))
-    tokenizer = subject.tokenizer
+    tokenizer = subject.base_tokenizer
     begins, length = _begin(subject, settings)
     temperature = 1.0 if settings.temperature is None else settings.temperature
     sampling = Sampling(count, length, temperature, settings.seed ^ ASIDE, new_tokens=settings.max_new_tokens)
@@ -112,7 +112,7 @@ def write_samples_of(
 
 def _begin(subject: Subject, settings: GenerationSettings) -> tuple[Beginnings, int]:
     """Return the beginnings of samples, and the most tokens of a sample with its beginning."""
-    begins = find_beginnings(subject.tokenizer, subject.name, subject.context, raw=settings.raw)
+    begins = find_beginnings(subject.base_tokenizer, subject.name, subject.context, raw=settings.raw)
     most = settings.max_new_tokens + max(begins.lengths)
     return begins, most if subject.context is None else min(most, subject.context)
 

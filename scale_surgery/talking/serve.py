@@ -20,6 +20,7 @@ from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError, Problem, ServingError
+from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.fields import Range, problems_of
 from scale_surgery.running.expansion_names import expansion_problems
 from scale_surgery.running.loading import model_class, translated
@@ -107,8 +108,11 @@ def serve(
     served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)), paths)
     options = {"device": run.placed().device, "dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}
     answering = {name: expansion, **{path: path for path in paths}}
+    # a path without the new tokens of another reads in the base's tokens
+    subjects = open_subjects([model], run, revision=revision) if paths else []
+    readers = {key: subject.tokenizer_of(path) for subject in subjects for key, path in answering.items()}
     with translated("model-not-served", source.name):
-        Server(name, answering, lambda: ready(served), host=address.host, port=address.port, **options)
+        Server(name, answering, readers, lambda: ready(served), host=address.host, port=address.port, **options)
 
 
 def _need_packages() -> None:

@@ -34,6 +34,8 @@ from scale_surgery.running.context import check_room, context_of
 from scale_surgery.running.own_generation import end_tokens
 from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.talking.request_fields import CHAT, COMPLETIONS, RESPONSES, Refusal, check_fields
+from scale_surgery.text.conversations import THOUGHTS
+from scale_surgery.text.tokenizing import without_frame
 
 # types of a message's parts that are text
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -49,6 +51,14 @@ def _refused(code: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise Refusal(str(error), None, code) from error
+
+
+def _trim(processor: Any, inputs: Any) -> None:
+    """Take away a second start token, and an end token that the tokenizer puts after every text, as `generate` does."""
+    given = inputs["input_ids"]
+    ids = without_frame(given.flatten().tolist(), getattr(processor, "tokenizer", processor))
+    inputs["input_ids"] = given.new_tensor([ids])
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
 
 
 def _fit(model: Any, processor: Any, inputs: Any, config: Any) -> list[int]:
@@ -150,6 +160,8 @@ class OnePath(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Start a stream."""
+        if self.continues_prompt:
+            _trim(processor, inputs)
         ids = _fit(model, processor, inputs, gen_config)
         # beam search yields no token before the end
         gen_config.num_beams = 1
@@ -183,6 +195,8 @@ class OnePath(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Compute an answer."""
+        if self.continues_prompt:
+            _trim(processor, inputs)
         ids = _fit(model, processor, inputs, gen_config)
         answer = AnswerText(gen_config)
         decode = partial(processor.decode, clean_up_tokenization_spaces=False)
@@ -220,8 +234,16 @@ class OnePath(GenerateManager):
 class Server(Serve):
     """A server of transformers that knows names of paths, trusts no other model, and ends quietly on Ctrl-C."""
 
-    def __init__(self, model: str, paths: Mapping[str, str | None], ready: Callable[[], None], **options: Any) -> None:
-        self.paths, self.ready = paths, ready
+    def __init__(
+        self,
+        model: str,
+        paths: Mapping[str, str | None],
+        readers: Mapping[str, Any],
+        ready: Callable[[], None],
+        **options: Any,
+    ) -> None:
+        """Load the model; `readers` are the tokenizers of names that a composed model has."""
+        self.paths, self.readers, self.ready = paths, readers, ready
         self.thread = InferenceThread()  # type: ignore[no-untyped-call]
         super().__init__(model, non_blocking=True, **options)
 
@@ -288,7 +310,7 @@ class Server(Serve):
         self._generation_state._generate_managers[name] = OnePath(
             self.thread, model, self.paths[name], continues_prompt=handler is self._completion_handler
         )
-        return name, model, processor
+        return name, model, self.readers.get(name, processor)
 
 
 def _fit_bias(model: Any, body: dict[str, Any]) -> None:
@@ -307,7 +329,8 @@ def _fit_bias(model: Any, body: dict[str, Any]) -> None:
 
 def _read(stock: Callable[..., Any], *args: Any) -> Any:
     """Let the server read the parts of a conversation; a model of text would be asked without all others."""
-    if len(args) > 1 and args[1] is Modality.LLM:
+    is_text = len(args) > 1 and args[1] is Modality.LLM
+    if is_text:
         contents = [message.get("content") for message in args[0] if isinstance(message, Mapping)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
@@ -319,10 +342,18 @@ def _read(stock: Callable[..., Any], *args: Any) -> Any:
                 "invalid_value",
             )
     try:
-        return stock(*args)
+        read = stock(*args)
+        return list(map(_whole, args[0], read)) if is_text else read
     except (AttributeError, LookupError) as error:
         message = f"The conversation cannot be read ({error!r}), expected messages as OpenAI's documentation has them."
         raise Refusal(message, None, "invalid_value") from error
+
+
+def _whole(given: Mapping[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with what the server drops: its name, its thought, and its text beside calls."""
+    content = given.get("content") or ""
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return {**read, **{key: given[key] for key in ("name", *THOUGHTS) if given.get(key)}, "content": text}
 
 
 def _refuse(request: Any, error: Exception) -> Any:

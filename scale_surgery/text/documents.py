@@ -270,12 +270,12 @@ def _with_optional(names: tuple[str, ...]) -> tuple[str, ...]:
 def _field_problem(row: Mapping[str, Any], name: str) -> Problem | None:
     """Return the problem of a field, or None."""
     value = row.get(name)
-    if _holds_messages(name, value):
+    if holds_messages(name, value):
         return chat_problem(row, name)
     return None if name == "input" and value is None else text_problem(value, name)
 
 
-def _holds_messages(name: str, value: Any) -> bool:
+def holds_messages(name: str, value: Any) -> bool:
     """Return True for the field "messages", and for a field of a free name with a list or a text of messages."""
     could_be = MESSAGES.match(value) is not None if isinstance(value, str) else isinstance(value, list)
     return name == "messages" or (could_be and name not in TEXTS)
@@ -310,7 +310,7 @@ def _documents(row: Mapping[str, Any], names: tuple[str, ...], source: str) -> I
 
 def _messages_of(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     """Return the messages of a row, decoded if they are a JSON text; None if it is no conversation."""
-    return parsed(row[names[0]]) if _holds_messages(names[0], row[names[0]]) else None
+    return parsed(row[names[0]]) if holds_messages(names[0], row[names[0]]) else None
 
 
 def _conversation(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], source: str) -> Iterator[Document]:

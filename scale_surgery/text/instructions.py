@@ -21,6 +21,7 @@ from scale_surgery.errors import DataError, Problem
 from scale_surgery.progress import no_progress
 from scale_surgery.text.conversations import (
     ANSWERS,
+    EMPTY,
     Message,
     chat_problem,
     parsed,
@@ -29,7 +30,7 @@ from scale_surgery.text.conversations import (
     with_system,
     without_empty,
 )
-from scale_surgery.text.documents import PROMPTS, holds_rows, prompts_in_text, row_problem, rows_of
+from scale_surgery.text.documents import PROMPTS, holds_messages, holds_rows, prompts_in_text, row_problem, rows_of
 from scale_surgery.text.folders import texts_in
 from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.text.text_files import BLANK
@@ -81,14 +82,18 @@ def _read(text: TextSource) -> Iterator[Instruction]:
             yield Instruction(({"role": "user", "content": line},), f"{text.name}, prompt {number}")
         return
     names = PROMPTS if text.column is None else (text.column,)
+    # a conversation, in the field of its own or in the one that was named
+    chat = "messages" if text.column is None else text.column
     problems: list[Problem] = []
     for place, row in rows_of(text, no_progress):
         if row is BLANK:
             continue
         try:
-            messages = tuple(_messages(row, names, place))
-            tools = parsed(row.get("tools") or []) if "messages" in row else ()
-            yield Instruction(messages, place, tools=tuple(map(plain_tool, tools)))
+            if isinstance(row, Mapping) and row.get(chat) is not None and holds_messages(chat, row[chat]):
+                tools = () if row.get("tools") in EMPTY else parsed(row["tools"])
+                yield Instruction(tuple(_asked(row, chat, place)), place, tools=tuple(map(plain_tool, tools)))
+            else:
+                yield Instruction(tuple(_messages(row, names, place)), place)
         except DataError as error:
             problems += error.problems
     if problems:
@@ -96,11 +101,9 @@ def _read(text: TextSource) -> Iterator[Instruction]:
 
 
 def _messages(row: Any, names: Sequence[str], place: str) -> list[Message]:
-    """Return the messages of a row up to the answer."""
+    """Return the messages of a row with a prompt."""
     if not isinstance(row, Mapping):
         raise DataError(row_problem(place, row, names, EXPECTED))
-    if "messages" in row:
-        return _asked(row, place)
     name = next((name for name in names if text_problem(row.get(name), name) is None), None)
     if name is None:
         raise DataError(row_problem(place, row, names, EXPECTED))
@@ -114,13 +117,11 @@ def _messages(row: Any, names: Sequence[str], place: str) -> list[Message]:
     return messages
 
 
-def _asked(row: Mapping[str, Any], place: str) -> list[Message]:
+def _asked(row: Mapping[str, Any], name: str, place: str) -> list[Message]:
     """Return the messages of a conversation without the answers at its end."""
-    if wrong := chat_problem(row, "messages"):
+    if wrong := chat_problem(row, name):
         raise DataError(wrong.within(place))
-    messages: list[Message] = [
-        plain_message(without_empty(message)) for message in with_system(row, parsed(row["messages"]))
-    ]
+    messages: list[Message] = [plain_message(without_empty(message)) for message in with_system(row, parsed(row[name]))]
     while messages and messages[-1]["role"] == ANSWERS:
         messages.pop()
     if not messages:

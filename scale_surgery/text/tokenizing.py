@@ -130,19 +130,24 @@ def tokenize_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase)
     """Turn prompts into token ids: with the tokenizer's start token, even if empty, and without an end token."""
     if not prompts:
         return []
-    options: dict[str, Any] = {"return_attention_mask": False, "verbose": False}
     # what the tokenizer puts around every text: perhaps a start token, and for some an end token
-    read: list[list[int]] = tokenizer([*prompts, ""], **options)["input_ids"]
+    read: list[list[int]] = tokenizer([*prompts, ""], return_attention_mask=False, verbose=False)["input_ids"]
     *ids, around = read
+    return [_without_frame(prompt, around, tokenizer) for prompt in ids]
+
+
+def without_frame(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that `tokenize_prompts` gives for a prompt, from those that the tokenizer gives for it."""
+    return _without_frame(ids, tokenizer([""], return_attention_mask=False, verbose=False)["input_ids"][0], tokenizer)
+
+
+def _without_frame(ids: list[int], around: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     special = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {tokenizer.bos_token_id}
     ends = next((place for place, token in enumerate(reversed(around)) if token not in special), len(around))
     start = around[: len(around) - ends]
-    for prompt in ids:
-        del prompt[len(prompt) - ends :]
-        # a text may begin with the start token itself
-        if start and prompt[: 2 * len(start)] == start * 2:
-            del prompt[: len(start)]
-    return ids
+    # a text may begin with the start token itself
+    is_doubled = bool(start) and ids[: 2 * len(start)] == start * 2
+    return ids[len(start) * is_doubled : len(ids) - ends]
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

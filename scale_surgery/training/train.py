@@ -20,12 +20,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_surgery.checkpoint.expansions import BASE_NAME
+from scale_surgery.checkpoint.expansions import BASE_NAME, ROUTER_KEY
 from scale_surgery.checkpoint.files import way_to
 from scale_surgery.checkpoint.folder import Checkpoint
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.locks import locked
 from scale_surgery.checkpoint.names import SAMPLES_FILE, TRAINING_FOLDER
+from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import listed
 from scale_surgery.checkpoint.staging import check_space, check_target
 from scale_surgery.checkpoint.trainer_files import chat_template
@@ -316,6 +317,8 @@ def _record(model: Any, settings: TrainingSettings, decisive: Mapping[str, Any])
         "texts": decisive["texts"],
         "settings": _published(settings),
         "precision": decisive["precision"],
+        # a model with a router is measured with it, whatever it learns by
+        "routed": ROUTER_KEY in getattr(model.config, CONFIG_KEY),
         "tool": tool_versions(),
     }
 

@@ -102,6 +102,11 @@ def row(result: Evaluation, name: str) -> Score:
         ("दिल्ली।", "दिल्ली", True),
         ("दिल्ली", "दिल्ल", False),
         ("Cafe\u0301 Central", "Caf\u00e9", True),
+        ("7天。", "7", True),
+        ("17天。", "7", False),
+        ("Tokyoです", "Tokyo", True),
+        ("BTS입니다", "BTS", True),
+        ("BTSx입니다", "BTS", False),
     ],
 )
 def test_exact(answer: str, right: str, expected: bool) -> None:
@@ -124,6 +129,9 @@ def test_exact(answer: str, right: str, expected: bool) -> None:
         (".5", "5", False),
         ("1.5", "5", False),
         ("1e99999999999999999999", "1", False),
+        ("答案是-5", "-5", True),
+        ("答案是-5", "5", False),
+        ("10-3", "-3", False),
         ("four", "4", False),
     ],
 )

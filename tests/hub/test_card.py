@@ -215,7 +215,7 @@ def test_numbers_of_another_model_say_so(copied: Path, forms: dict[str, Path], t
     assert f"{measured}, with its router, which it has no longer, on texts" in card(copied)
     folder = Path(shutil.copytree(forms["routed"], tmp_path / "routed"))
     for was_routed, phrase in ((False, ", of the adapt path alone, not routed"), (True, "")):
-        record_own(folder, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": was_routed}}])
+        record_own(folder, training=[{**RUN, "routed": was_routed}])
         assert f"{measured}{phrase}, on texts" in card(folder)
     record_own(copied, training=[RUN], strength=0.5)
     assert f"{measured}, at strength 1 and not 0.5, on texts" in card(copied)

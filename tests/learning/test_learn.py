@@ -35,6 +35,8 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people, questions
 from scale_surgery.checkpoint.names import JOB_FILE
 from scale_surgery.errors import Problem
+from scale_surgery.folder.record import read_manifest
+from scale_surgery.folder.routers import describe_router
 from scale_surgery.learning import estimate
 from scale_surgery.learning.learn import BEFORE, PAGE_FILE, RECIPE_FILE, JobEvents, _promised, prepare, run
 from scale_surgery.learning.page import _sections
@@ -177,6 +179,8 @@ def test_a_job_adds_to_a_model_that_has_learned_before(done, settings, tmp_path)
     values = settings | {"model": str(before), "expansion.name": "more", "expansion.layers": "last:1"}
     learned = learn(resolve_recipe(values), tmp_path / "job")
     assert learned.verified and [row.name for row in learned.rows] == ["base", "learned", "routed"]
+    made = read_manifest(learned.result)
+    assert learned.router == describe_router(made.routing, list(made.expansions))
     base, trained, _ = learned.rows
     assert trained.new.loss < base.new.loss
     shards = {shard.name: shard.read_bytes() for shard in before.glob("expansion-default-*")}

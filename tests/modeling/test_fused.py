@@ -215,6 +215,16 @@ def test_models_that_are_unlike_the_others(tmp_path: Path, model_type: str) -> N
         assert torch.equal(fused.generate(**prompt, **GREEDY), model.generate(**prompt, **GREEDY))
 
 
+@pytest.mark.parametrize("model_type", mostly(("bloom", "mpt", "mamba2"), "bloom".__eq__))
+def test_an_attention_that_is_not_split_keeps_its_heads(tmp_path: Path, model_type: str) -> None:
+    config = twin_config(model_type)
+    expanded = expand(write_base(config, torch.float32, tmp_path / "base"), Request("all"), tmp_path / "wide").path
+    done = merge(expanded, tmp_path / "fused")
+    assert not done.warnings
+    before, after = (json.loads((path / "config.json").read_text()) for path in (expanded, done.path))
+    assert {key for key in after if before.get(key) != after[key] and after[key] == 0} == set()
+
+
 def test_blocks_of_one_name_are_told_apart(tmp_path: Path) -> None:
     """A mixture that is widened as a whole is refused, though layers above have something else by its name."""
     base = write_base(twin_config("nemotron_h"), torch.float32, tmp_path / "base")

@@ -72,6 +72,14 @@ def test_default_widths_are_an_eighth_and_shares_that_are_not_are_explained(base
     assert "--ratio" not in share(up_width=20, up_kv_heads=1, up_inner_width=52), "nothing came from the ratio"
 
 
+def test_gates_have_no_stock_form(tmp_path):
+    for variant, has_form in (("gated", False), ("adapt", True)):
+        made = plan(SHIPPED_MODEL, Request("all", variant=variant, up_width=0))
+        assert (made.costs.stock is not None) is has_form
+        (row,) = [value for name, value in plan_rows(made) if name == "stock form"]
+        assert row.startswith("none. The expansion reads its up stream through gates") is not has_form
+
+
 @pytest.mark.parametrize("variant", ["adapt", "gated"])
 def test_without_layers_only_tokens_are_added(refuse, variant):
     code, tokens = "option-without-layers", NewTokens(("Xylophone",))

@@ -32,6 +32,7 @@ from scale_surgery import (
 from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.errors import Problem
+from scale_surgery.evidence.report import report
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.modeling.expanded_releases import find_cache
 from scale_surgery.planning.new_tokens import NewTokens
@@ -234,6 +235,10 @@ def test_merged_twice(adapted: Path, tmp_path: Path) -> None:
     half = merge(merge(adapted, tmp_path / "half", part=HALF).path, tmp_path / "blocks", "blocks").path
     quarter = merge(half, tmp_path / "quarter", part=HALF).path
     assert read_manifest(quarter).expansions["default"].strength == 0.25
+    assert inspect(quarter).expanded.expansions["default"].strength == 0.25
+    blocks = merge(quarter, tmp_path / "quartered", "blocks").path
+    assert any(note.startswith("Strength 0.25: ") for note in report(blocks, files_only=True).notes)
+    assert not any("Strength" in note for note in report(adapted, files_only=True).notes), "the control"
 
 
 @pytest.mark.slow

@@ -12,15 +12,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
-from scale_surgery import CheckpointError, DataError, GenerationSettings, PlanError, generate
+from scale_surgery import (
+    CheckpointError,
+    DataError,
+    GenerationSettings,
+    PlanError,
+    Request,
+    compose,
+    expand,
+    extract,
+    generate,
+    merge,
+)
 from scale_surgery.biographies import SHIPPED_MODEL, people, questions
+from scale_surgery.checkpoint.expansions import path_names
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.eval_targets import open_subjects
+from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, StreamedToken, Token
+from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import USUAL
 from tests.command import run
-from tests.conftest import load, problems, refused
+from tests.conftest import load, problems, refused, shake
 from tests.each import mostly
 from tests.routing.test_report import fallback_tokenizer
 from tests.tiny import save_tiny
@@ -122,6 +136,40 @@ def test_the_base_answers_from_the_same_weights(place: Path) -> None:
 
 
 # tokens and texts
+
+
+def test_who_has_no_new_tokens_reads_the_base_s(tmp_path: Path) -> None:
+    """The base, and an expansion beside the one that adds tokens, answer as they do alone; so do samples."""
+    base = save_tiny(tmp_path / "base", "llama", vocab_size=1200)
+    AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(base)
+    prompt, pieces = "Zaragoza and Quetzal", {}
+    for name, new in (("words", NewTokens(("Zaragoza", "Quetzal"))), ("law", None)):
+        folder = shake(expand(base, Request("1", variant="adapt", new_tokens=new), tmp_path / name).path)
+        pieces[name] = extract(folder, tmp_path / f"{name}-piece").path
+    (alone,) = generate(base, prompt, GREEDY).answers
+    result = generate(tmp_path / "words", prompt, GREEDY, compare=True)
+    assert ids_of(result.base_answers[0]) == ids_of(alone) and result.base_answers[0].read == alone.read
+    assert result.answers[0].read < alone.read, "the control: it reads the new tokens"
+    both = compose(base, pieces, tmp_path / "both").path
+    of_law = generate(tmp_path / "law", prompt, GREEDY).answers[0]
+    for name, expected in (("base", alone), ("law", of_law), ("words", result.answers[0])):
+        (answer,) = generate(both, prompt, replace(GREEDY, expansion=name)).answers
+        assert (ids_of(answer), answer.read) == (ids_of(expected), expected.read), name
+    lines = []
+    for folder in (base, tmp_path / "words", both):
+        write_samples_of(folder, tmp_path / "old.jsonl", 3, GenerationSettings(max_new_tokens=8))
+        lines.append((tmp_path / "old.jsonl").read_text("utf-8"))
+    assert lines[0] == lines[1] == lines[2]
+
+
+def test_a_fused_model_has_no_path_to_choose(tmp_path: Path) -> None:
+    wide = expand(SHIPPED_MODEL, Request("1", name="law"), tmp_path / "wide").path
+    fused = merge(wide, tmp_path / "fused").path
+    for path in ("law", "base"):
+        with refused("expansions-unnamed", f"expansion {path}", PlanError):
+            generate(fused, "Anna", replace(GREEDY, expansion=path))
+    assert path_names(json.loads((fused / "config.json").read_text())["scale_surgery"]) == ()
+    assert path_names(json.loads((wide / "config.json").read_text())["scale_surgery"]) == ("base", "law"), "the control"
 
 
 def test_each_token_is_streamed_when_it_comes(place: Path) -> None:

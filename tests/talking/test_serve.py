@@ -169,6 +169,7 @@ def test_fields_that_would_be_ignored_are_refused_by_name() -> None:
     for fields, named in (
         ({"n": 2, "logprobs": True, "prompt": "Q:"}, "logprobs, n"),
         ({"logprobs": 0}, "logprobs"),  # of one token each
+        ({"suffix": "\n", "prompt": "Q:"}, "suffix"),  # which the model would not read
         ({"messages": []}, "messages"),
         ({"response_format": {"type": "json_object"}, "what": 1}, "response_format, what"),
     ):
@@ -192,7 +193,6 @@ def test_fields_that_would_be_ignored_are_refused_by_name() -> None:
         ("stop", "", ".", "text, or a list of texts, none of them empty"),
         ("stop", ["."] * 2 + [""], ["."], "text, or a list of texts, none of them empty"),
         ("stream", 1, False, "true or false"),
-        ("suffix", 1, "", "text"),
         ("generation_config", "{do}", "{}", "text that is an object in JSON"),
         ("generation_config", {}, '{"top_k": 1}', "text that is an object in JSON"),
     ),
@@ -210,7 +210,7 @@ def test_fields_hold_what_they_should(name: str, wrong: Any, right: Any, expecte
 def test_null_is_as_good_as_nothing() -> None:
     from scale_surgery.talking.request_fields import CHAT, RESPONSES, Refusal, check_fields
 
-    body = {"messages": [{}], "chat_template_kwargs": None, "stop": [], "logit_bias": {}}
+    body = {"messages": [{}], "chat_template_kwargs": None, "stop": [], "logit_bias": {}, "tools": []}
     check_fields(CHAT, body)
     assert body == {"messages": [{}]}
     for read, body, message in (
@@ -239,18 +239,39 @@ def test_settings_that_nothing_reads_are_refused() -> None:
 
 
 def test_parts_of_a_message_that_a_model_of_text_cannot_read_are_refused() -> None:
-    from transformers.cli.serving.utils import Modality
+    from transformers.cli.serving.utils import BaseHandler, Modality
 
     from scale_surgery.talking.server import Refusal, _read
 
+    stock = BaseHandler.get_processor_inputs_from_messages
     text, picture = {"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}
-    given: list[Any] = []
     messages = [{"role": "user", "content": "x"}, {"role": "user", "content": [text]}]
-    _read(lambda *args: given.append(args), messages, Modality.LLM)
-    _read(lambda *args: given.append(args), [{"role": "user", "content": [picture]}], Modality.VLM)
+    assert _read(stock, messages, Modality.LLM) == [{"role": "user", "content": "x"}] * 2
+    assert _read(stock, [{"role": "user", "content": [picture]}], Modality.VLM)[0]["content"][0]["type"] == "image"
     with pytest.raises(Refusal, match=r"^A message has a part of type image_url, which this model does not read"):
-        _read(lambda *args: given.append(args), [{"role": "user", "content": [text, picture]}], Modality.LLM)
-    assert len(given) == 2
+        _read(stock, [{"role": "user", "content": [text, picture]}], Modality.LLM)
+
+
+def test_a_message_is_whole_for_the_template() -> None:
+    """The server alone would drop the text beside calls, the thought and the name, and join parts by blanks."""
+    from transformers.cli.serving.utils import BaseHandler, Modality
+
+    from scale_surgery.talking.server import _read
+
+    stock = BaseHandler.get_processor_inputs_from_messages
+    call = {"id": "1", "type": "function", "function": {"name": "rain", "arguments": '{"city": "Bern"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "def f"}, {"type": "text", "text": "(x):"}]},
+        {"role": "assistant", "content": "Let me look.", "reasoning_content": "A tool.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "name": "rain", "content": "dry"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    asked, called, told, silent = _read(stock, messages, Modality.LLM)
+    assert asked == {"role": "user", "content": "def f(x):"}
+    assert (called["content"], called["reasoning_content"]) == ("Let me look.", "A tool.")
+    assert called["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
+    assert told == messages[2] and silent["content"] == ""
+    assert stock(messages, Modality.LLM)[1]["content"] == "", "as long as the server drops it"
 
 
 def answers_of(folder: Path, prompt: str, **settings: Any) -> list[tuple[str, int, bool]]:
@@ -288,6 +309,13 @@ def test_an_answer_ends_where_the_context_does(short_stories: Path) -> None:
     for settings in ({"max_new_tokens": 60}, {}, {"max_length": 60}):
         assert answers_of(short_stories, prompt, **settings) == [(expected.text, 32 - read, True)] * 2
     assert [count for _, count, _ in answers_of(short_stories, prompt, max_length=9)] == [9 - read] * 2
+
+
+def test_a_prompt_with_its_own_start_token_is_read_as_generate_reads_it(short_stories: Path) -> None:
+    prompt = "<s>Once upon a time"
+    (expected,) = generate(short_stories, prompt, GenerationSettings(temperature=0, max_new_tokens=6)).answers
+    assert expected.read == 5
+    assert [text for text, _, _ in answers_of(short_stories, prompt, max_new_tokens=6)] == [expected.text] * 2
 
 
 def test_a_prompt_needs_tokens_that_the_model_has(short_stories: Path) -> None:

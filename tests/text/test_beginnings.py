@@ -204,6 +204,15 @@ def test_rows_of_every_form_are_instructions(tmp_path: Path) -> None:
         ["system", "user"],
         ["system", "user", "assistant", "user"],
     ]
+    # a named field counts, and may have messages
+    both = write(tmp_path / "both.jsonl", {"prompt": "Hi", "messages": chat, "said": chat[1:2]})
+    for name, wanted in ((both, chat[:4]), (f"{both},column=prompt", [{"role": "user", "content": "Hi"}])):
+        assert read_instructions(name)[0].messages == tuple(wanted)
+    assert read_instructions(f"{both},column=said")[0].messages == tuple(chat[1:2])
+    # what some programs write for no messages and no tools
+    (empty,) = read_instructions(write(tmp_path / "null.jsonl", {"prompt": "Hi", "messages": None}))
+    (none,) = read_instructions(write(tmp_path / "none.jsonl", {"messages": chat, "tools": "null"}))
+    assert empty.messages == ({"role": "user", "content": "Hi"},) and none.tools == ()
     (tmp_path / "lines.txt").write_text("One?\n\nTwo?\n")
     lines = read_instructions(tmp_path / "lines.txt")
     assert [each.messages[0]["content"] for each in lines] == ["One?", "Two?"] and lines[1].number == 2

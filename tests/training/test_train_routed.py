@@ -28,6 +28,7 @@ from scale_surgery import (
     verify,
 )
 from scale_surgery.biographies import SHIPPED_MODEL, biography, people
+from scale_surgery.folder.record import read_manifest
 from tests.command import run
 from tests.conftest import digests, load, refused
 from tests.each import mostly
@@ -79,6 +80,9 @@ def test_without_the_route_it_trains_as_the_unrouted_model(place: Path, trained_
     assert not same(unrouted, place / "adapt"), "the control: it has learned"
     for name in ROUTERS:
         assert same(trained_of(name), unrouted), name
+        # what was measured is what the router gives, and the record says so
+        assert read_manifest(trained_of(name)).training[-1]["routed"] is True
+    assert read_manifest(unrouted).training[-1]["routed"] is False
 
 
 @pytest.mark.parametrize("name", mostly(ROUTERS, "posterior".__eq__))
