@@ -37,7 +37,7 @@ from scale_surgery.planning.per_layer import per_layer_lists
 from scale_surgery.planning.selection import format_layers
 from scale_surgery.running.loading import quiet_transformers
 
-_known: dict[tuple[str, str], Problem | None] = {}
+_known: dict[tuple[str, str, tuple[int, ...]], Problem | None] = {}
 
 
 def order_of(layers: int, copied: Sequence[int]) -> list[int]:
@@ -62,7 +62,7 @@ def prove_copies(
         copied: The layers that get a copy.
     """
     base = config_of(config, code)
-    key = fingerprint_of(base), json.dumps(deep, sort_keys=True, default=str)
+    key = fingerprint_of(base), json.dumps(deep, sort_keys=True, default=str), tuple(copied)
     with one_at_a_time:
         if key not in _known:
             with quiet_transformers(), usual_torch(), _as_refusal():
@@ -203,7 +203,9 @@ class _Copies:
         stock = self.stock
         kinds = tuple(self.architecture.kind_of_layer[layer] for layer in self.chosen)
         facts = replace(self.architecture, kind_of_layer=kinds)
-        values = deepened_config(stock.config.to_dict(), build_depth_specs(facts, copied), facts)
+        # a twin has few layers, and a list that says nothing of layers may be as long
+        keys = per_layer_lists(text_config(self.real.config).to_dict(), len(self.architecture.kind_of_layer))
+        values = deepened_config(stock.config.to_dict(), build_depth_specs(facts, copied), facts, keys)
         del values[CONFIG_KEY]
         deep = build_model(type(stock.config).from_dict(values))
         numbering, weights = Numbering(facts.base_model, facts.layers, tuple(copied)), stock.state_dict()

@@ -9,7 +9,7 @@ architecture with more layers: stock classes load it, and only the copies are me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from scale_surgery.checkpoint.headers import FLOAT_DTYPES
@@ -162,12 +162,20 @@ def depth_tensors(base: Base, layers: Sequence[int]) -> Iterator[NewTensor]:
             yield NewTensor(f"{path}{AFTER}{inside}", source.shape, block, sort, layer, source.name, is_copy=is_copy)
 
 
-def deepened_config(config: Mapping[str, Any], specs: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Edit a base model's config.json: more layers, each copy of the type of its source, everything else as it was."""
+def deepened_config(
+    config: Mapping[str, Any],
+    specs: Mapping[str, Any],
+    architecture: Architecture,
+    keys: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """Edit a base model's config.json: more layers, each copy of the type of its source, everything else as it was.
+
+    `keys` are those of lists with a value for each layer; default: what looks like one.
+    """
     copied = specs["expanded_layers"]
     layers = len(architecture.kind_of_layer)
     edited = dict(config) | {architecture.keys["layers"]: layers + len(copied), CONFIG_KEY: dict(specs)}
-    per_layer = per_layer_lists(config, layers)
+    per_layer = {key: each for key, each in per_layer_lists(config, layers).items() if keys is None or key in keys}
     # where the config leaves the types of layers to their numbers, they are written out: a copy changes the numbers
     # above it; where all layers are alike nothing is written, since a list makes some classes behave in another way
     if "layer_types" not in per_layer and architecture.layer_types:

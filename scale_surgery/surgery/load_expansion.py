@@ -65,7 +65,7 @@ def load_expansion(
         check: Whether each base tensor is compared with the hash of the one that the expansion was made on; of a
             loaded model each that is not quantised. Without it any values are taken, also cast or fine-tuned ones;
             names and shapes must fit.
-        revision: Branch, tag or commit of the base's Hub repository.
+        revision: Branch, tag or commit of the base's Hub repository; not with a loaded model.
         extract_revision: Branch, tag or commit of the extract's.
         track: Makes progress bars.
         options: For `from_pretrained`, where `model` is a folder or a Hub id: dtype, device_map,
@@ -93,8 +93,8 @@ def load_expansion(
     check_own_files(extracted, track)
     if isinstance(model, str | Path):
         model, check = _load_base(extracted, model, revision, options, track, check=check), False
-    elif options:
-        raise PlanError(*(Problem("loading-option", option) for option in options))
+    elif given := [*options, *(["revision"] if revision is not None else [])]:
+        raise PlanError(*(Problem("loading-option", option) for option in given))
     check_class(model, architecture)
     _check_model(extracted, model, track, check=check)
     config = written_config(extracted.manifest, model.config.to_dict())

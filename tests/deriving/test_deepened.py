@@ -18,8 +18,9 @@ from scale_surgery.errors import Problem
 from scale_surgery.planning.architecture import Architecture
 from scale_surgery.planning.depth import build_depth_specs, deepened_config
 from scale_surgery.planning.per_layer import is_per_layer, per_layer_lists
-from tests.conftest import problems
+from tests.conftest import problems, refused
 from tests.own_code import save_pine
+from tests.sweep.take import twin_config, write_base
 
 OWN = RunOptions(trust_remote_code=True)
 SMALL = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 0}
@@ -162,6 +163,29 @@ def test_layers_that_compute_with_their_number_or_with_how_many_they_are(model_t
     assert (problem.code, problem.details) == ("copies-change-output", (Problem("layer-gives-other", layer=layer),))
     if layer:
         prove(config, architecture, (3,))
+
+
+def test_the_proof_is_of_these_layers(tmp_path):
+    """One choice says nothing of another, though the config that is written is the same."""
+    config = CONFIG_MAPPING["gpt2"](n_layer=4, n_embd=32, n_head=4, scale_attn_by_inverse_layer_idx=True)
+    base = write_base(config, torch.float32, tmp_path / "base")
+    for layers, is_refused in (("-1", False), ("1", True), ("-1", False)):
+        if is_refused:
+            with refused("copies-change-output", f"--layers {layers}", PlanError):
+                plan(base, Request(layers, method="depth"))
+        else:
+            assert plan(base, Request(layers, method="depth")).layers == (3,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ("falcon_h1", "mamba2"))
+def test_lists_that_are_as_long_as_the_twin_are_not_those_of_layers(model_type, tmp_path):
+    """Of Falcon-H1 two multipliers of the MLP and five of the state space, of Mamba 2 two limits."""
+    config = twin_config(model_type)
+    config.num_hidden_layers = 8
+    base = write_base(config, torch.float32, tmp_path / "base")
+    for layers in ("-1", "last:4", "0"):
+        assert plan(base, Request(layers, method="depth")).numbering is not None
 
 
 def test_lists_of_values_of_layers_whatever_their_key(tmp_path):

@@ -225,10 +225,11 @@ def test_a_base_that_was_cast_or_trained_is_refused_unless_it_is_not_checked(pai
 
 def test_what_cannot_carry_the_expansion_is_refused(pair, pair_of):
     base, folder, extracted = pair
-    how = {"dtype": torch.bfloat16, "device_map": "cpu"}
+    how = {"dtype": torch.bfloat16, "device_map": "cpu", "revision": "v1"}
     assert problems(load_expansion, base, extracted, **how, error=PlanError) == [
         Problem("loading-option", "dtype"),
         Problem("loading-option", "device_map"),
+        Problem("loading-option", "revision"),
     ]
     with torch.device("meta"):
         empty = type(base)(base.config)
