@@ -31,7 +31,6 @@ from scale_surgery.evidence.eval_targets import open_subjects
 from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, StreamedToken, Token
-from scale_surgery.talking.samples import write_samples_of
 from scale_surgery.talking.settings import USUAL
 from tests.command import run
 from tests.conftest import load, problems, refused, shake
@@ -139,7 +138,7 @@ def test_the_base_answers_from_the_same_weights(place: Path) -> None:
 
 
 def test_who_has_no_new_tokens_reads_the_base_s(tmp_path: Path) -> None:
-    """The base, and an expansion beside the one that adds tokens, answer as they do alone; so do samples."""
+    """The base, and an expansion beside the one that adds tokens, answer as they do alone."""
     base = save_tiny(tmp_path / "base", "llama", vocab_size=1200)
     AutoTokenizer.from_pretrained(SHIPPED_MODEL).save_pretrained(base)
     prompt, pieces = "Zaragoza and Quetzal", {}
@@ -155,11 +154,6 @@ def test_who_has_no_new_tokens_reads_the_base_s(tmp_path: Path) -> None:
     for name, expected in (("base", alone), ("law", of_law), ("words", result.answers[0])):
         (answer,) = generate(both, prompt, replace(GREEDY, expansion=name)).answers
         assert (ids_of(answer), answer.read) == (ids_of(expected), expected.read), name
-    lines = []
-    for folder in (base, tmp_path / "words", both):
-        write_samples_of(folder, tmp_path / "old.jsonl", 3, GenerationSettings(max_new_tokens=8))
-        lines.append((tmp_path / "old.jsonl").read_text("utf-8"))
-    assert lines[0] == lines[1] == lines[2]
 
 
 def test_a_fused_model_has_no_path_to_choose(tmp_path: Path) -> None:
