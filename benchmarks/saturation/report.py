@@ -1,4 +1,4 @@
-"""The table and the figure of benchmarks/saturation, from the records alone.
+"""The tables and the figure of benchmarks/saturation, from the records alone.
 
 python -m benchmarks.saturation.report [--images docs/images]
 """
@@ -19,6 +19,9 @@ from benchmarks.saturation.bases import ARCHITECTURE
 from benchmarks.saturation.runs import METHODS, Run, Settings
 
 RECORDS = Path(__file__).with_name("runs.jsonl")
+# settings of the first run, and levels of learning at which the gap is listed beside the one that was chosen
+FIRST = Settings(asked=200, steps=600, every=20)
+LEVELS = (0.3, 0.4, 0.5, 0.6)
 LARGER_ROW = "larger base, full"
 # okabe and ito, and a shape for each
 STYLES = dict(
@@ -74,9 +77,44 @@ def _cell(runs: Sequence[Run]) -> Cell:
     return Cell(fmean(run.base[0] for run in at_rate), kept, rate, at_rate[0].parameters)
 
 
+def runs_of(settings: Settings, file: Path = RECORDS) -> list[Run]:
+    """Read the runs of a file with these settings; those of a pilot have others."""
+    return [run for run in Records(file, Run).read() if run.key.settings == settings]
+
+
 def recorded(file: Path = RECORDS) -> Cells:
-    """Read the runs of a file; those of a pilot have other settings."""
-    return cells(run for run in Records(file, Run).read() if run.key.settings == Settings())
+    """Read the cells of the run that decides."""
+    return cells(runs_of(Settings(), file))
+
+
+def gaps(runs: Sequence[Run], method: str) -> list[str]:
+    """Lay out the gap of a method at several levels of learning, in points for each seed, at the rates of the table."""
+    groups: dict[float, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if run.key.rehearses and run.key.base.inner_width == ARCHITECTURE["intermediate_size"]:
+            groups[run.key.base.people / FULL][run.key.method].append(run)
+    places = [level for level in sorted(groups) if method in groups[level]]
+    lines = [
+        f"| learned | {' | '.join(f'{_people(place)} people' for place in places)} |",
+        f"|--:|{'---|' * len(places)}",
+    ]
+    for learned in LEVELS:
+        shown = [", ".join(_gaps(groups[place], method, learned)) for place in places]
+        lines.append(f"| {100 * learned:.0f} % | {' | '.join(shown)} |")
+    return lines
+
+
+def _gaps(by_method: Mapping[str, Sequence[Run]], method: str, learned: float) -> Iterable[str]:
+    kept = [_kept(by_method[name], learned) for name in (method, "full")]
+    for seed in sorted(kept[0].keys() & kept[1].keys()):
+        own, full = (each[seed] for each in kept)
+        yield "not learned" if own is None or full is None else f"{100 * (own - full):+.1f}"
+
+
+def _kept(runs: Sequence[Run], learned: float) -> dict[int, float | None]:
+    rate = choose([run for run in runs if run.key.seed == 0]).key.rate
+    points = {run.key.seed: run.at(learned) for run in runs if run.key.rate == rate}
+    return {seed: None if point is None else point.kept_test for seed, point in points.items()}
 
 
 def table(grouped: Cells) -> list[str]:
@@ -146,9 +184,10 @@ def draw(grouped: Cells, file: Path) -> None:
 @click.option("-o", "--records", type=click.Path(path_type=Path, dir_okay=False), default=RECORDS, help="File of runs.")
 @click.option("--images", type=click.Path(path_type=Path, file_okay=False), help="Draw the figure into this folder.")
 def main(records: Path, images: Path | None) -> None:
-    """Print the table, and draw the figure."""
+    """Print the tables, and draw the figure."""
     grouped = recorded(records)
-    click.echo("\n".join(table(grouped)))
+    tables = [table(grouped), *(gaps(runs_of(settings, records), "preserve") for settings in (Settings(), FIRST))]
+    click.echo("\n\n".join("\n".join(lines) for lines in tables))
     if images is not None:
         images.mkdir(parents=True, exist_ok=True)
         draw(grouped, images / "saturation.png")

@@ -112,10 +112,14 @@ class Run:
 
     @cached_property
     def matched(self) -> Point | None:
-        """Scores at equal learning, between two measurements in proportion; None if the run never got there."""
+        """Scores at equal learning."""
+        return self.at(LEARNED)
+
+    def at(self, learned: float) -> Point | None:
+        """Scores at a learned share, between two measurements in proportion; None if the run never got there."""
         for before, after in pairwise(self.points):
-            if after.new >= LEARNED:
-                share = (LEARNED - before.new) / (after.new - before.new)
+            if after.new >= learned:
+                share = (learned - before.new) / (after.new - before.new)
                 values = [
                     old + share * (new - old)
                     for old, new in zip(vars(before).values(), vars(after).values(), strict=True)

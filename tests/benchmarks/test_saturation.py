@@ -15,7 +15,7 @@ from benchmarks.harness import Records, beside, sweep
 from benchmarks.saturation.__main__ import choose
 from benchmarks.saturation.bases import Base
 from benchmarks.saturation.facts import BEGIN, END, ROW, WORDS, facts, questions, rows
-from benchmarks.saturation.report import main, recorded, table
+from benchmarks.saturation.report import FIRST, RECORDS, gaps, main, recorded, runs_of, table
 from benchmarks.saturation.runs import FIRST_NEW, Key, Point, Run, Settings, run
 
 QUICK = Settings(new_people=8, asked=8, steps=4, together=4, every=2, samples=8)
@@ -53,6 +53,7 @@ def test_runs_are_compared_where_they_have_learned_as_much() -> None:
     assert half.matched is not None
     assert half.matched.step == pytest.approx(30) and half.matched.kept == pytest.approx(0.8)
     assert made([0.0, 0.4, 0.55], [1.0, 0.9, 0.9]).matched is None
+    assert half.at(0.2).kept == pytest.approx(0.95) and half.at(0.9) is None
     # one that never learned is chosen over none that did
     forgetful, lazy = made([0.0, 1.0], [1.0, 0.1], 1e-2), made([0.0, 0.5], [1.0, 1.0], 1e-4)
     assert choose([half, forgetful, lazy]) is half and choose([lazy]) is lazy
@@ -89,3 +90,7 @@ def test_the_page_of_results_has_the_table_of_the_records() -> None:
     page = (Path(__file__).parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
     rows = [line.split(" | ", 2)[2] for line in table(recorded())[2:]]
     assert len(rows) == 13 and all(f" | {row}\n" in page for row in rows)
+    record = (RECORDS.with_name("README.md")).read_text(encoding="utf-8")
+    for settings, text in ((Settings(), page), (Settings(), record), (FIRST, record)):
+        levels = gaps(runs_of(settings), "preserve")
+        assert len(levels) == 6 and "\n".join(levels) in text
