@@ -197,6 +197,17 @@ def way_to(target: Path, source: Path, how: BaseWeights) -> BaseWeights:
         return "auto" if _reflink(real, Path(folder, "shared")) else "copy"
 
 
+def makes_links(folder: Path) -> bool:
+    """Return True if the disk of a folder, which need not exist yet, makes hard links."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=unfinished_prefix(folder), dir=nearest_folder(folder)) as place:
+            (tried := Path(place, "file")).touch()
+            Path(place, "link").hardlink_to(tried)
+    except OSError:
+        return False
+    return True
+
+
 def take_over(source: Path, file: Path, how: BaseWeights, advance: Progress = no_progress) -> None:
     """Make `file` of a base's `source`: "auto" by a reflink, else a copy, "copy", or "link" (hard links of shards)."""
     check_base_weights(how)

@@ -63,7 +63,7 @@ def hash_all(checkpoint: Checkpoint, names: list[str], advance: Progress = no_pr
     """Return the SHA-256 of files of a checkpoint and of every tensor in them. Each byte is read once."""
     sums = Sums()
     tensors: dict[str, list[TensorInfo]] = {}
-    for info in sorted(checkpoint.tensors.values(), key=attrgetter("offset")):
+    for info in sorted(checkpoint.tensors.values(), key=attrgetter("offset", "bytes")):
         tensors.setdefault(info.file, []).append(info)
     for name in names:
         sums.files[name], digests = _hash_with_tensors(checkpoint.path / name, tensors.get(name, []), advance)
@@ -72,7 +72,7 @@ def hash_all(checkpoint: Checkpoint, names: list[str], advance: Progress = no_pr
 
 
 def _hash_with_tensors(file: Path, tensors: Sequence[TensorInfo], advance: Progress) -> tuple[str, dict[str, str]]:
-    """Return the SHA-256 of a file and of its tensors, which are sorted by offset."""
+    """Return the SHA-256 of a file and of its tensors, which are sorted by offset, empty ones first."""
     whole, parts = hashlib.sha256(), [hashlib.sha256() for _ in tensors]
     start = place = 0
     for chunk in read_chunks(file):

@@ -145,4 +145,6 @@ def _record(target: Path) -> Path:
 
 
 def _lock(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.lock")
+    # . and .. have a name elsewhere
+    named = folder.resolve() if folder.name in ("", "..") else folder
+    return named.with_name(f".{named.name}.lock")

@@ -47,6 +47,7 @@ from scale_surgery.learning.job_record import (
 )
 from scale_surgery.learning.learned import Learned, StageDone, rows_of, warnings_of
 from scale_surgery.learning.presets import JobFacts, with_preset
+from scale_surgery.learning.processes import unfit_type
 from scale_surgery.learning.recipe import PRESET, Recipe, make_recipe, values_of
 from scale_surgery.learning.recipe_file import write_recipe
 from scale_surgery.learning.stages import Kept, Stage, Work, stages_of
@@ -336,6 +337,8 @@ def _check_processes(recipe: Recipe) -> None:
         raise PlanError(Problem("config-of-one-process", "--accelerate-config", config=config))
     if not Path(config).is_file():
         raise PlanError(Problem("accelerate-config-missing", config))
+    if (kind := unfit_type(Path(config))) is not None:
+        raise PlanError(Problem("accelerate-config-unfit", config, kind=kind))
 
 
 def _check_settings(recipe: Recipe) -> None:

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from scale_surgery.checkpoint.plain_yaml import PlainLoader
 from scale_surgery.command_lines import command
 from scale_surgery.errors import Problem, TrainingError
 
@@ -25,6 +28,23 @@ def launch_options(processes: int, config: str | None = None) -> list[str]:
     if processes == 1:
         return []
     return [*(["--multi_gpu"] if config is None else ["--config_file", config]), "--num_processes", str(processes)]
+
+
+def unfit_type(config: Path) -> str | None:
+    """Return the distributed type of a configuration of accelerate if no processes train by it, or None.
+
+    The launcher starts one process for some types without a word. Training refuses DeepSpeed, and FSDP of version 1.
+    """
+    try:
+        content = yaml.load(config.read_bytes(), PlainLoader)
+    except (OSError, yaml.YAMLError):
+        content = None
+    content = content if isinstance(content, dict) else {}
+    kind = str(content.get("distributed_type", "NO"))
+    if kind == "FSDP":
+        version = str((content.get("fsdp_config") or {}).get("fsdp_version", 1))
+        return None if version == "2" else f"FSDP, fsdp_version: {version}"
+    return None if kind.startswith("MULTI_") and kind != "MULTI_CPU" else kind
 
 
 def launch_line(words: Sequence[object], options: Sequence[str]) -> str:

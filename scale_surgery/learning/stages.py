@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scale_surgery.checkpoint.files import BaseWeights
+from scale_surgery.checkpoint.files import BaseWeights, makes_links
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.names import LOG_FILE, SETTINGS_FILE, TRAINING_FOLDER
 from scale_surgery.checkpoint.records import read_record
@@ -159,10 +160,11 @@ class Work:
         folder, has_any = (self.old, bool(self.recipe.old)) if side == "old" else (self.new, True)
         return list(map(Path, given)) if given else [part_file(folder, MEASURE)] if has_any else []
 
-    @property
+    @cached_property
     def taking(self) -> BaseWeights:
         """How folders of the job share base shards."""
-        return "copy" if self.recipe.base_weights == "copy" else "link"
+        wanted = self.recipe.base_weights
+        return "copy" if wanted == "copy" or (wanted == "auto" and not makes_links(self.folder)) else "link"
 
     def run(self, *names: str) -> RunOptions:
         """Return how models run, of which a command reads these fields."""
@@ -314,6 +316,10 @@ def _train(work: Work) -> Stage:
             has_begun = (work.learned / TRAINING_FOLDER / SETTINGS_FILE).is_file()
             done = replace(call, arguments={**call.arguments, "resume": has_begun}).run(track)
             done = read_record(done, Training) if call.launch else done
+        trained_by = read_json(work.learned / TRAINING_FOLDER / SETTINGS_FILE)["processes"]
+        if trained_by != recipe.processes:
+            counts = {"found": trained_by, "expected": recipe.processes}
+            raise TrainingError(Problem("job-of-other-processes", work.learned, **counts))
         check_learned(work)
         return done
 

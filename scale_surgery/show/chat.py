@@ -214,9 +214,15 @@ class Session:
     def _again(self, _: str) -> None:
         if self.last is None:
             raise PlanError(Problem("nothing-said", "/again"))
+        known = [(voice.conversation.turns, voice.conversation.before) for voice in self.voices]
         for voice in self.voices:
             voice.conversation.take_back()
-        self._answer(self.last)
+        try:
+            self._answer(self.last)
+        except SurgeryError:
+            for voice, (turns, before) in zip(self.voices, known, strict=True):
+                voice.conversation.turns, voice.conversation.before = turns, before
+            raise
 
     def _paths(self, _: str) -> None:
         if self.speaker.routing is None:

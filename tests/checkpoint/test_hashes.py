@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import pytest
 
 from scale_surgery.checkpoint.folder import open_checkpoint
@@ -19,6 +22,23 @@ def test_one_pass_gives_the_sums_of_each(sharded_base, monkeypatch, chunk_bytes)
     assert hashes.files == hash_files(sharded_base, names)
     assert hashes.tensors == hash_tensors(checkpoint, list(checkpoint.tensors))
     assert sum(seen) == sum((sharded_base / name).stat().st_size for name in names), "each byte is read once"
+
+
+def test_an_empty_tensor_behind_the_one_at_its_offset(tmp_path, monkeypatch):
+    """A header may list names in any order."""
+    monkeypatch.setattr("scale_surgery.checkpoint.folder.CHUNK_BYTES", 8)
+    header = {
+        "a": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
+        "z": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(32)))
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(tmp_path)
+    hashes = hash_all(checkpoint, list(checkpoint.shards))
+    assert hashes.tensors == hash_tensors(checkpoint, ["a", "z"])
+    assert hashes.tensors["z"] == hashlib.sha256(b"").hexdigest()
 
 
 def test_one_byte_changes_the_sums_of_its_file_and_its_tensor_alone(sharded_base):

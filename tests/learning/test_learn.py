@@ -403,13 +403,13 @@ def test_a_job_that_begins_anew_removes_no_file_that_it_reads(values, settings, 
     folder.mkdir()
     (folder / JOB_FILE).write_text("{}")
     file = folder / "mine.txt"
-    file.write_text("mine\n")
+    file.write_text("distributed_type: MULTI_GPU\n")
     said = json.loads(json.dumps(values).replace("FILE", str(file)))
     recipe = resolve_recipe(settings | {"expansion.layers": "last:1"} | said)
     assert problems(learn, recipe, folder, events=JobEvents(begins=enough), overwrite=True, error=CheckpointError) == [
         Problem("output-touches-input", folder, input=str(file))
     ]
-    assert file.read_text() == "mine\n"
+    assert file.read_text() == "distributed_type: MULTI_GPU\n"
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, monkeypatch):

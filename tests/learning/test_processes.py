@@ -26,7 +26,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.evaluate import Evaluation
 from scale_surgery.learning.presets import JobFacts, with_preset
-from scale_surgery.learning.processes import SIGNALS, launch_options, run_launched
+from scale_surgery.learning.processes import SIGNALS, launch_options, run_launched, unfit_type
 from tests.command import run
 from tests.conftest import problems, refused
 from tests.interrupted_steps import FORKS, run_as_one_of
@@ -95,9 +95,17 @@ def test_a_launcher_around_it_is_refused_with_what_to_type(settings, tmp_path, m
 
 
 def test_settings_for_processes_that_do_not_fit_are_refused(settings, tmp_path):  # noqa: F811
+    texts = [f"distributed_type: {kind}" for kind in ("'NO'", "MULTI_CPU", "DEEPSPEED")]
+    texts += ["distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}", "[", "num_machines: 1"]
+    unfit = [tmp_path / f"{number}.yaml" for number in range(len(texts))]
+    for file, text in zip(unfit, texts, strict=True):
+        file.write_text(text)
+    (tmp_path / "gpus.yaml").write_text("distributed_type: MULTI_GPU\n")
+    assert unfit_type(FSDP2) is unfit_type(tmp_path / "gpus.yaml") is None, "the control"
     for changed, code, where in (
         ({"processes": 1, "accelerate_config": str(FSDP2)}, "config-of-one-process", "--accelerate-config"),
         ({"accelerate_config": "nowhere.yaml"}, "accelerate-config-missing", "nowhere.yaml"),
+        *(({"accelerate_config": str(file)}, "accelerate-config-unfit", file) for file in unfit),
     ):
         with refused(code, where, PlanError):
             learn(resolve_recipe(two(settings) | changed), tmp_path / "job")

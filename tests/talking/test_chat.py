@@ -281,6 +281,19 @@ def test_a_message_without_an_answer_takes_no_other_back(templated: Path, monkey
     assert answers(templated, "Who?", "Why?", "/again") == whole
 
 
+def test_an_answer_that_is_not_given_again_stays(templated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = answers(templated, "Who?", "Why?")
+    generate_, calls = GenerationMixin.generate, iter(range(10))
+
+    def fail_once(*args: Any, **options: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("no memory")
+        return generate_(*args, **options)
+
+    monkeypatch.setattr(GenerationMixin, "generate", fail_once)
+    assert answers(templated, "Who?", "/again", "Why?") == whole
+
+
 def test_a_conversation_by_a_chat_template(templated: Path) -> None:
     first, second = answers(templated, "Who?", "", "Why?", options=("--system", "S"))
     before = f"[system]S\n[user]Who?\n[assistant]{first['text']}\n[user]Why?\n[assistant]"
