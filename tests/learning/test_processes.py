@@ -95,10 +95,10 @@ def test_a_launcher_around_it_is_refused_with_what_to_type(settings, tmp_path, m
 
 
 def test_settings_for_processes_that_do_not_fit_are_refused(settings, tmp_path):  # noqa: F811
-    texts = [f"distributed_type: {kind}" for kind in ("'NO'", "MULTI_CPU", "DEEPSPEED")]
-    texts += ["distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}", "[", "num_machines: 1"]
-    unfit = [tmp_path / f"{number}.yaml" for number in range(len(texts))]
-    for file, text in zip(unfit, texts, strict=True):
+    contents = [f"distributed_type: {kind}" for kind in ("'NO'", "MULTI_CPU", "DEEPSPEED")]
+    contents += ["distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}", "[", "num_machines: 1"]
+    unfit = [tmp_path / f"{number}.yaml" for number in range(len(contents))]
+    for file, text in zip(unfit, contents, strict=True):
         file.write_text(text)
     (tmp_path / "gpus.yaml").write_text("distributed_type: MULTI_GPU\n")
     assert unfit_type(FSDP2) is unfit_type(tmp_path / "gpus.yaml") is None, "the control"
