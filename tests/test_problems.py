@@ -121,7 +121,7 @@ def test_a_folder_of_another_form_is_refused_in_words(pair: list[str], tmp_path:
     assert str(refused.value).startswith(f"{tmp_path}: ")
 
 
-FIX = "Free some space, choose another output folder, or give --base-weights link."
+FIX = "Free some space, choose another output folder, or give --base-weights link if the command has it."
 
 
 def test_a_problem_is_a_sentence() -> None:

@@ -60,8 +60,7 @@ def settings_from(options: dict[str, Any]) -> dict[str, Any]:
     settings |= {name: value for name in ("model", "preset") if (value := options.pop(name)) is not None}
     said = _from_options(options) | read_settings(given)
     # what is said here overrides what the recipe has in its place
-    budgeted = any(name.startswith("ranking.") for name in said)
-    replaced = {"expansion.layers": budgeted, "training.steps": said.get("training.epochs") is not None}
+    replaced = {"expansion.layers": "ranking.budget" in said, "training.steps": said.get("training.epochs") is not None}
     settings = {name: value for name, value in settings.items() if not replaced.get(name)} | said
     # checked after merging, because the recipe may also set them
     if problems := [*missing_settings(settings), *preset_problems(settings.get("preset"))]:

@@ -9,7 +9,6 @@ from scale_surgery.checkpoint.names import TOKENIZER_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.sources import open_model
 from scale_surgery.deriving.base import code_folder, read_base
-from scale_surgery.deriving.deepened import prove_copies
 from scale_surgery.planning.base import Base, base_in
 from scale_surgery.planning.depth import deepened_config
 from scale_surgery.planning.plan import Plan, plan_expansion
@@ -82,6 +81,9 @@ def make_plan(
 
 def _check_copies(base: Base, made: Plan, code: Path | None) -> None:
     """Check that copies of layers change nothing: not what other layers are, and not what they give."""
+    # torch and transformers take seconds to import
+    from scale_surgery.deriving.deepened import prove_copies
+
     deep = deepened_config(base.checkpoint.config, made.specs, base.architecture)
     del deep[CONFIG_KEY]
     prove_copies(base.checkpoint.config, deep, code, base.architecture, made.layers)

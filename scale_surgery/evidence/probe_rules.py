@@ -30,6 +30,8 @@ SIGN, WHOLE = rf"(?:{BEGIN}[-+−])?", r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0
 NUMBER = re.compile(rf"{SIGN}(?:{WHOLE}(?:\.[0-9]+)?|{BEGIN}\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 # what goes on with a word, and with a number
 REST_OF_WORD, REST_OF_NUMBER = re.compile(r"[-'’]?\w"), re.compile(r"\w|[.,:/]\d")
+# signs that go on with a number: 3万 is 30,000
+NUMERALS = "十百千万萬億亿兆십백천만억조"
 # scripts without spaces between words, or, in Hangul, between a word and its particle
 UNSPACED = {"Han", "Ideographic", "Japanese", "Hangul", "Thai", "Lao", "Khmer", "Myanmar"}
 # bytes of the address space, and of a written file
@@ -61,6 +63,8 @@ def is_exact(answer: str, right: str) -> bool:
     last, rest = right[-1:], answer[len(right) :]
     if not answer.startswith(right) or not _is_letter(last) or not rest:
         return answer.startswith(right)
+    if last.isdigit() and rest[0] in NUMERALS:
+        return False
     if script_of(last) in UNSPACED or script_of(rest[0]) in UNSPACED:
         return True
     goes_on = REST_OF_NUMBER if last.isdigit() else REST_OF_WORD

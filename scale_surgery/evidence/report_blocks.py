@@ -165,6 +165,9 @@ def _place_of(plan: Plan, tensor: TensorPlan) -> str:
         return "head"
     if len(tensor.shape) < 2:
         return "norm"
+    if tensor.layer is not None:
+        # a copy of a matrix that no expansion widens, as of an expert
+        return "beside"
     is_embedding = tensor.source == plan.embedding
     return "embedding" if is_embedding else "head"
 

@@ -62,7 +62,7 @@ class TensorChange:
         layer: Its layer, or None outside the layers.
         role: Role of its linear (q, k, v, o, gate, up_proj, down), or beside (a block that runs unchanged, such as a
             mixture of experts), norm, embedding or head.
-        group: attn, ffn, norm, embedding or head.
+        group: attn, ffn, norm, embedding, head, or beside (copies of matrices that no expansion widens).
         block: Last part of the name: w12, w21, w22, up_weight, ...
         init: Its initialisation: svd, zero, mean, ...
         shape: Its shape, or that of the rows.

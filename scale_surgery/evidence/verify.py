@@ -98,7 +98,7 @@ def verify(
     is_unknown = needs_own_code(manifest.base_config) and not run.trust_remote_code
     facts = () if is_unknown else fact_problems(folder, run)
     numbers: Numbers | None = None
-    reason = "files only" if probes is None else _why_not(integrity, run)
+    reason = "files only" if probes is None and not integrity.is_other_base else _why_not(integrity, run)
     if reason is None and is_unknown:
         reason = "the base has code of its own; --trust-remote-code runs it"
     if reason is None and manifest.fused is not None and given is None:

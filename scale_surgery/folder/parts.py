@@ -139,6 +139,9 @@ def base_tokenizer(expanded: Folder, tokenizer: Any, run: RunOptions) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         link_base(expanded, Path(folder))
         of_base = need_tokenizer(Path(folder), expanded.manifest.base_name, run)
+    # a template that the user gave the folder asks the base too
+    if getattr(of_base, "chat_template", None) is None:
+        of_base.chat_template = getattr(tokenizer, "chat_template", None)
     # the tokens that end an answer are read where it says that it lies, and the folder is gone
     of_base.name_or_path = str(expanded.path)
     return of_base

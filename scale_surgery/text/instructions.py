@@ -90,8 +90,9 @@ def _read(text: TextSource) -> Iterator[Instruction]:
             continue
         try:
             if isinstance(row, Mapping) and row.get(chat) is not None and holds_messages(chat, row[chat]):
+                asked = tuple(_asked(row, chat, place))
                 tools = () if row.get("tools") in EMPTY else parsed(row["tools"])
-                yield Instruction(tuple(_asked(row, chat, place)), place, tools=tuple(map(plain_tool, tools)))
+                yield Instruction(asked, place, tools=tuple(map(plain_tool, tools)))
             else:
                 yield Instruction(tuple(_messages(row, names, place)), place)
         except DataError as error:

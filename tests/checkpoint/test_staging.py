@@ -19,6 +19,7 @@ from scale_surgery.checkpoint.file_stat import check_unchanged, take_stamps
 from scale_surgery.checkpoint.files import (
     UNFINISHED,
     finished_file,
+    makes_links,
     take_over,
     unfinished_prefix,
     way_to,
@@ -29,6 +30,8 @@ from scale_surgery.checkpoint.files import (
 from scale_surgery.checkpoint.locks import locked, locked_scratch
 from scale_surgery.checkpoint.staging import check_space, check_target, output_file_problems, staged, touches
 from scale_surgery.errors import CheckpointError, Problem
+from scale_surgery.learning.recipe import make_recipe
+from scale_surgery.learning.stages import Work
 from tests.conftest import digests, problems, refused
 
 # what a writer that was killed leaves
@@ -345,6 +348,21 @@ def test_the_way_of_a_file_is_known_before(tmp_path: Path, monkeypatch: pytest.M
     assert problems(way_to, target, source, "link", error=CheckpointError) == [
         Problem("hard-link-failed", source, folder=tmp_path, error="Invalid cross-device link")
     ]
+
+
+def test_a_disk_without_hard_links_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "new" / "job"
+    recipe = make_recipe({"model": "m", "data": "d"})
+    assert makes_links(place) and Work(recipe, place, False).taking == "link"
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    assert not makes_links(place) and Work(recipe, place, False).taking == "copy"
+    linked = make_recipe({"model": "m", "data": "d", "base_weights": "link"})
+    assert Work(linked, place, False).taking == "link", "what is asked for is not replaced"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("error", (OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock")))

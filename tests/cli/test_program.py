@@ -196,7 +196,7 @@ def test_what_is_not_taken_along_is_named(
         assert "not copied   pytorch_model.bin" in silent.stdout and silent.stderr == ""
         assert (tmp_path / "base-scale" / "surgery.json").is_file(), "named after the model"
     notice = run(command, llama_base, "--layers", "1", "-o", tmp_path / f"out{suffix}").stderr
-    both = "other weight formats and links out of the folder are not copied: pytorch_model.bin, notes.txt"
+    both = "other weight formats, links out of the folder and logs are not copied: pytorch_model.bin, notes.txt"
     assert notice == f"warning: {both}\n"
     for name in ("notes.txt", "pytorch_model.bin"):
         (llama_base / name).unlink()

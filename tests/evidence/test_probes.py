@@ -104,6 +104,7 @@ def row(result: Evaluation, name: str) -> Score:
         ("Cafe\u0301 Central", "Caf\u00e9", True),
         ("7天。", "7", True),
         ("17天。", "7", False),
+        ("3万人です", "3", False),
         ("Tokyoです", "Tokyo", True),
         ("BTS입니다", "BTS", True),
         ("BTSx입니다", "BTS", False),

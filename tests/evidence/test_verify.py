@@ -197,6 +197,7 @@ def test_the_wrong_base_is_refused_by_tensor(copy, made: Path, tmp_path: Path) -
     assert result.findings == (f"config.json: rms_norm_eps differs from that of the base model {other_config}.",)
     result = verify(path, other_base)
     assert not result.passed and not result.recorded
+    verify(path, other_base, probes=None)
     assert (path / "surgery.json").read_bytes() == fresh
     problems = promise(result, "recoverable").problems
     assert len(problems) == 2 and problems[1].startswith("model.norm.weight: ") and str(other_base) in problems[1]

@@ -211,7 +211,7 @@ def test_numbers_of_another_model_say_so(copied: Path, forms: dict[str, Path], t
     measured = "Measured at the end of the last training run"
     record_own(copied, training=[RUN])
     assert f"{measured}, on texts" in card(copied)
-    record_own(copied, training=[{**RUN, "settings": {"learning_rate": 0.01, "routed": True}}])
+    record_own(copied, training=[{**RUN, "routed": True}])
     assert f"{measured}, with its router, which it has no longer, on texts" in card(copied)
     folder = Path(shutil.copytree(forms["routed"], tmp_path / "routed"))
     for was_routed, phrase in ((False, ", of the adapt path alone, not routed"), (True, "")):
@@ -349,7 +349,7 @@ def test_of_several_expansions_each_has_its_runs(forms: dict[str, Path], tmp_pat
     assert "| 2 | `law` | 40 | 1,234 | 0.01 | 2026-01-02 |" in text and "| 3 | `art` | 7 |" in text
     assert "| law: old text | 0.0732 |" in text and "art: old text" not in text
     assert "of each expansion, alone beside the base, on" in text
-    held["law"]["training"][-1] = {**RUN, "settings": {**RUN["settings"], "routed": True}}
+    held["law"]["training"][-1] = {**RUN, "routed": True}
     record(folder, expansions=held)
     text = card(folder)
     assert (

@@ -374,6 +374,20 @@ def test_a_second_run_and_a_changed_record_are_refused(recipe, tmp_path):
         learn(recipe, folder)
 
 
+def test_a_run_of_another_number_of_processes_is_not_taken(done, recipe, tmp_path):
+    """As a configuration of accelerate may start it; the record of the job would say otherwise."""
+    folder = Path(shutil.copytree(done.learned.path, tmp_path / "job"))
+    with edited(folder / JOB_FILE) as record:
+        names = list(record["kept"])
+        for name in names[names.index("train") :]:
+            del record["kept"][name]
+            record["done"].pop(name, None)
+    with edited(folder / "learned" / "training" / "settings.json") as settings_:
+        settings_["processes"] = 2
+    with refused("job-of-other-processes", folder / "learned", TrainingError):
+        learn(recipe, folder)
+
+
 def test_places_that_are_not_ours_are_refused(recipe, texts, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")

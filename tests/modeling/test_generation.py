@@ -526,7 +526,7 @@ def test_a_cache_may_have_the_name_of_any_release(model_of: Callable[..., Any], 
         assert_close(model(ids[:, 9:]).logits, wanted[:, 9:])  # the control: without the cache
 
 
-FOREIGN = "that were not read under this choice of expansions"
+FOREIGN = "that were not read under this choice and strength of expansions"
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,7 @@ def test_rows_of_every_form_are_instructions(tmp_path: Path) -> None:
         ({"prompt": "Who?", "system": 3}, "value-unfit"),
         ({"messages": [{"role": "assistant", "content": "I."}]}, "messages-without-question"),
         ({"messages": []}, "value-unfit"),
+        ({"messages": [{"role": "user", "content": "Hi"}], "tools": "[{"}, "field-no-json"),
     ],
 )
 def test_rows_that_ask_nothing_are_refused_by_name(tmp_path: Path, row: dict[str, Any], code: str) -> None:
