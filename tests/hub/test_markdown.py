@@ -151,6 +151,7 @@ def test_names_of_files_are_no_markup(made, tmp_path):
         "parameters": 5,
     }
     (place := tmp_path / "stock").mkdir()
+    (place / "config.json").write_text('{"model_type": "llama"}')
     for name in names:
         (place / name).write_text("")
     stock = replace(contents, form="stock", manifest=None, record=record, path=place)
