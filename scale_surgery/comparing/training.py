@@ -21,10 +21,10 @@ from scale_surgery.progress import Progress
 from scale_surgery.running.gates import gated_blocks, keeping_scores
 from scale_surgery.running.pieces import Tail
 from scale_surgery.text.sequences import Sequences
-from scale_surgery.training.allocator import container_memory
 from scale_surgery.training.arguments import warmup_steps
 from scale_surgery.training.chunked_loss import find_pieces, loss_in_pieces
 from scale_surgery.training.gates import loss_of_gates
+from scale_surgery.training.memory import free_bytes
 from scale_surgery.training.pilot import share_of_rate
 from scale_surgery.training.rehearsal import BaseModel, Rehearsal, divergence_from_base, shuffled_batch
 from scale_surgery.training.settings import TrainingSettings
@@ -88,8 +88,8 @@ def watching_memory(device: torch.device) -> Iterator[Peak]:
 
 def check_memory(name: str, method: Method, place: Place) -> None:
     """Refuse a method that the machine's free memory cannot hold: the system would kill the whole comparison."""
-    needed, free = method.least_bytes(place), min(psutil.virtual_memory().available, container_memory())
-    if torch.device(place.run.device).type == "cpu" and needed > free:
+    needed, free = method.least_bytes(place), free_bytes("cpu")
+    if torch.device(place.run.device).type == "cpu" and free is not None and needed > free:
         raise TrainingError(Problem("memory-short", name, needed=needed, free=free))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +23,9 @@ from scale_surgery.planning.plan import Plan
 from scale_surgery.running.context import choose_length, context_of
 from scale_surgery.running.freeze import expansion_disabled
 from scale_surgery.running.loading import loaded_whole, translated
+from scale_surgery.running.options import RunOptions
 from scale_surgery.running.tokenizer import need_tokenizer
+from scale_surgery.show.tables import format_bytes
 from scale_surgery.text.answers import ChatReader
 from scale_surgery.text.beginnings import find_beginnings
 from scale_surgery.text.documents import Document, read_text
@@ -32,7 +34,7 @@ from scale_surgery.text.saved_datasets import DATA_FILES, share_of_rows
 from scale_surgery.text.sources import TextSource, parse_source
 from scale_surgery.text.text_files import ARRAY, LINES, TABLES, share_of_lines, suffix_of
 from scale_surgery.training.arguments import choose_precision
-from scale_surgery.training.memory import TRAINED_BYTES, forecast_measuring, forecast_memory
+from scale_surgery.training.memory import TRAINED_BYTES, forecast_measuring, forecast_memory, free_bytes
 from scale_surgery.training.rank_layers import read_budget
 from scale_surgery.training.rates import default_rate
 
@@ -138,6 +140,7 @@ def estimate_cost(
     base_bytes = sum(info.bytes for info in checkpoint.tensors.values())
     count = count_tokens(work.recipe.data, tokenizer)
     calls = {stage.name: stage.call(kept) for stage in stages}
+    memory = _peak_memory(work, plan, checkpoint, added)
     disk, free = _disk(work, base_bytes, added), shutil.disk_usage(nearest_folder(work.folder)).free
     # the models of a job share files by hard links
     inodes = (file.stat() for file in work.folder.rglob("*") if file.is_file())
@@ -148,12 +151,23 @@ def estimate_cost(
         is_least=count.is_least,
         learning_rate=work.training.learning_rate or default_rate(plan),
         to_sample=None if "train" in kept else _to_sample(work, checkpoint, tokenizer, count.tokens, base_bytes),
-        memory_bytes=_peak_memory(work, plan, checkpoint, added),
+        memory_bytes=memory,
         disk_bytes=disk,
         free_bytes=free,
         missing_bytes=max(0, disk - written - free),
-        notes=tuple(notes),
+        notes=(*notes, *_notes_on_memory(memory, work.recipe.running)),
     )
+
+
+def _notes_on_memory(needed: int, run: RunOptions) -> Iterator[str]:
+    """Generate a note if the device has less free memory than the largest stage takes."""
+    device = run.placed().device
+    if (free := free_bytes(device)) is not None and needed > free:
+        yield (
+            f"{device} has {format_bytes(free)} of free memory, and the largest stage takes about "
+            f"{format_bytes(needed)}: give a smaller --batch-size or --sequence-length, or --set "
+            "training.gradient_checkpointing=true"
+        )
 
 
 def _peak_memory(work: Work, plan: Plan, checkpoint: Checkpoint, added: int) -> int:

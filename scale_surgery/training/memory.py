@@ -7,6 +7,7 @@ from scale_surgery.checkpoint.names import TOKENIZER_FILE
 from scale_surgery.planning.plan import Plan
 from scale_surgery.planning.scale import USUAL_INNER
 from scale_surgery.running.pieces import LOGITS_AT_ONCE
+from scale_surgery.training.allocator import container_memory
 from scale_surgery.training.arguments import Precision
 from scale_surgery.training.settings import TrainingSettings
 
@@ -26,6 +27,17 @@ KEPT, KEPT_OF_UP = (16, 6), (5, 2)
 # further numbers per token while a layer runs
 RUNNING = (4, 4)
 ACTIVATION_BYTES = 4
+
+
+def free_bytes(device: str) -> int | None:
+    """Return the free memory of a device in bytes; None if it does not say."""
+    import psutil
+    import torch
+
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(psutil.virtual_memory().available, container_memory()) if kind == "cpu" else None
 
 
 def forecast_memory(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow
 import pytest
 from datasets import Dataset
@@ -424,6 +425,13 @@ def test_a_job_that_begins_anew_removes_no_file_that_it_reads(values, settings, 
         Problem("output-touches-input", folder, input=str(file))
     ]
     assert file.read_text() == "distributed_type: MULTI_GPU\n"
+
+
+def test_memory_that_is_short_is_said_before(recipe, tmp_path, monkeypatch):
+    assert not any("free memory" in note for note in prepare(recipe, tmp_path / "job").estimate.notes), "the control"
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: namedtuple("Memory", "available")(10**6))
+    (note,) = [note for note in prepare(recipe, tmp_path / "job").estimate.notes if "free memory" in note]
+    assert note.startswith("cpu has 1.0 MB of free memory, and the largest stage takes about ")
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(recipe, tmp_path, monkeypatch):
