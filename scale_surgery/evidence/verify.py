@@ -31,7 +31,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint
+from scale_surgery.checkpoint.code_names import code_elsewhere
+from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.sources import find_source
 from scale_surgery.errors import CheckpointError, PlanError, Problem
@@ -208,7 +209,7 @@ def _judge(
         promises=promises,
         required=decisive,
         problems=problems,
-        warnings=(*_code_warnings(manifest, integrity), *asking_warnings(folder)),
+        warnings=(*_code_warnings(manifest, integrity), *_names_elsewhere(folder), *asking_warnings(folder)),
         numbers=numbers,
         passed=passed,
         fingerprint=integrity.fingerprint,
@@ -225,6 +226,13 @@ def _code_warnings(manifest: Manifest, integrity: Integrity) -> Iterator[str]:
     for file in integrity.unreleased_code:
         origin = _origin(file, manifest)
         yield f"{file}: {origin}. Read it before you let it run with trust_remote_code; without, {without} runs."
+
+
+def _names_elsewhere(folder: Folder) -> Iterator[str]:
+    """Generate warnings about classes of other repositories that configs of the folder name; the base's stay."""
+    for file in sorted(folder.path.glob("*config.json")):
+        for problem in code_elsewhere(read_json(file)):
+            yield f"{problem.within(file.name)} trust_remote_code would fetch and run it."
 
 
 def _origin(file: str, manifest: Manifest) -> str:

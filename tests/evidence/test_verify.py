@@ -231,6 +231,16 @@ def test_a_base_of_another_shape_or_dtype_is_another_base(made: Path, tmp_path: 
     assert any("F32" in problem and "I32" in problem for problem in promise(result, "recoverable").problems)
 
 
+def test_names_of_code_elsewhere_are_warned_of(made: Path, tmp_path: Path) -> None:
+    """The base's tokenizer may be of another repository, and its file is kept."""
+    base = Path(shutil.copytree(made / "base", tmp_path / "base"))
+    (base / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["org/other--tok.Tok", null]}}')
+    result = verify(expand(base, Request("1"), tmp_path / "wide").path, probes=None)
+    (warning,) = [line for line in result.warnings if "org/other--tok.Tok" in line]
+    assert warning.startswith("tokenizer_config.json: auto_map") and result.passed
+    assert not any("elsewhere" in line or "--" in line for line in verify(made / "adapt", probes=None).warnings)
+
+
 def test_code_and_config_that_the_expansion_did_not_write_are_named(copy) -> None:
     path = copy("preserve")
     (path / "evil.py").write_text("class X: ...")
