@@ -350,6 +350,15 @@ def test_the_way_of_a_file_is_known_before(tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
+@pytest.mark.parametrize("name", (".", "../job/inside/.."))
+def test_a_folder_that_is_named_by_dots_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (folder := tmp_path / "job").mkdir()
+    (folder / "inside").mkdir()
+    monkeypatch.chdir(folder)
+    with locked(Path(name)), refused("output-busy", folder, CheckpointError), locked(folder):
+        pass
+
+
 def test_a_disk_without_hard_links_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "new" / "job"
     recipe = make_recipe({"model": "m", "data": "d"})

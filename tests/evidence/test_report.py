@@ -166,6 +166,10 @@ def test_what_runs_beside_a_mixture_writes_into_the_base_stream_as_an_mlp_does(t
     (said,) = [line for line in shown(render_report(summary)).splitlines() if "W12 FFN" in line]
     assert "norm" in said and "of W" not in said
     assert "W12 FFN" in render_page(summary)
+    # and of a copied layer
+    deep = report(expand(base, Request("1", method="depth"), tmp_path / "deep").path, files_only=True)
+    assert {(tensor.role, tensor.group) for tensor in deep.tensors if "expert" in tensor.name} == {("beside", "beside")}
+    assert not [tensor for tensor in deep.tensors if tensor.role == "head"]
 
 
 def test_layers_add_up_their_tensors(adapt: Path) -> None:

@@ -93,6 +93,14 @@ def test_a_fault_of_generation_alone_is_found(made: Path, batch: Batch, spoils_c
     )
 
 
+def test_a_fault_of_generation_alone_breaks_the_promise(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verify(made, record=False).passed, "the control"
+    monkeypatch.setattr(probes, "_same_tokens", lambda *_: False)
+    found = verify(made, record=False)
+    (promise,) = [promise for promise in found.promises if promise.name == "output_at_init"]
+    assert not found.passed and promise.problems == ("greedy continuation differs, with or without KV cache.",)
+
+
 # numbers
 
 

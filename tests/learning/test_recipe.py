@@ -88,6 +88,7 @@ def test_what_is_said_beside_a_recipe_takes_the_place_of_what_it_has_instead(tmp
     assert "expansion.layers" not in merged(budget="20%") and merged(budget="20%")["training.steps"] == 1000
     assert "training.steps" not in merged(epochs=3.0) and merged(epochs=3.0)["expansion.layers"] == "last:4"
     assert merged(budget="20%", layers="0")["expansion.layers"] == "0"
+    assert merged(("ranking.steps=3",))["expansion.layers"] == "last:4"
     assert merged(("training.epochs=3", "training.steps=5"))["training.steps"] == "5"
 
 

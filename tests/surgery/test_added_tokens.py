@@ -86,8 +86,7 @@ def test_nothing_is_read_once_the_folder_is_there(tmp_path: Path, monkeypatch: p
     def fail(*_: object) -> None:
         raise CheckpointError(Problem("tensor-unreadable", "model.safetensors", tensor="rows", error="of disk"))
 
-    for reader in ("read_tensor", "read_rows"):
-        monkeypatch.setattr(f"scale_surgery.surgery.expand.{reader}", fail, raising=False)
+    monkeypatch.setattr("scale_surgery.surgery.expand.read_rows", fail)
     with refused("tensor-unreadable", "model.safetensors", CheckpointError):
         expand(base, Request("3"), wide)
     assert not wide.exists()

@@ -174,6 +174,17 @@ def test_a_changed_row_of_the_base_breaks_it(base_of, tmp_path):
     assert any(line.startswith("lm_head.weight: ") for line in promise.problems)
 
 
+def test_other_logits_of_the_base_s_tokens_break_it(base_of, tmp_path):
+    """The base's tensors are whole; the model computes otherwise."""
+    wide = expand(base_of("llama"), ALONE, tmp_path / "wide").path
+    with edited(wide / "config.json") as config:
+        config["rms_norm_eps"] = 0.5
+    trusting = RunOptions(trust_remote_code=True)
+    found = verify(wide, base_of("llama"), required=("old_vocabulary",), run=trusting, record=False)
+    (promise,) = [promise for promise in found.promises if promise.name == "old_vocabulary"]
+    assert not found.passed and any(line.startswith("logits of the base's tokens: drift") for line in promise.problems)
+
+
 def test_after_training(base_of, tmp_path):
     base = base_of("llama")
     for name, request, kept in (("alone", ALONE, True), ("wide", WIDE, False)):

@@ -203,6 +203,7 @@ def test_the_divergence_from_the_base_is_that_of_whole_logits(made: Any, kind: s
                 parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
     inputs = {name: tensor for name, tensor in batch().items() if name != "labels"}
     tail = find_tail(model, inputs["input_ids"][0])
+    assert tail is not None
     whole, loss = (divergence_from_base(model, model, inputs, each) for each in (None, tail))
     torch.testing.assert_close(loss, whole, **ROUNDING)
     wanted, gradients = learn(model, whole), learn(model, loss)
@@ -258,6 +259,7 @@ def test_measurements_are_those_of_whole_logits(made: Any, kind: str, monkeypatc
     labels = ids.clone()
     labels[0, :3] = PROMPT
     text = Sequences(ids.flatten(), labels.flatten(), (0, 7, 14, 19, 21))
+    assert find_tail(model, ids[0].long()) is not None
     read = measure(model, text, 3)
     monkeypatch.setattr("scale_surgery.running.loss.find_tail", lambda *_: None)
     whole = measure(model, text, 3)
