@@ -154,6 +154,10 @@ def test_who_has_no_new_tokens_reads_the_base_s(tmp_path: Path) -> None:
     for name, expected in (("base", alone), ("law", of_law), ("words", result.answers[0])):
         (answer,) = generate(both, prompt, replace(GREEDY, expansion=name)).answers
         assert (ids_of(answer), answer.read) == (ids_of(expected), expected.read), name
+    # a template that the user gave the folder asks all of them
+    (both / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    for name in ("base", "law", "words"):
+        assert generate(both, prompt, replace(GREEDY, expansion=name)).has_template, name
 
 
 def test_a_fused_model_has_no_path_to_choose(tmp_path: Path) -> None:
