@@ -31,14 +31,27 @@ BaseWeights = Literal["auto", "copy", "link"]
 UNFINISHED = ".scale-surgery-unfinished-"
 # errors of a disk that is full, over quota, read-only or broken
 UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+# errors of a path that does not exist
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
 COPIED_AT_ONCE = 1 << 23
 FICLONE = 0x40049409  # Linux ioctl: share the blocks of another file until one of the two is written
+
+
+def is_there(path: Path) -> bool:
+    """Return True if a path exists; raise an error if that cannot be found out, as `exists` does before Python 3.14."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno in ABSENT:
+            return False
+        raise
+    return True
 
 
 def nearest_folder(path: Path) -> Path:
     """Return a path if there is something, or the nearest folder above it that exists."""
     place = path.resolve()
-    return next(folder for folder in (place, *place.parents) if folder.exists())
+    return next(folder for folder in (place, *place.parents) if is_there(folder))
 
 
 def sync(path: Path) -> None:

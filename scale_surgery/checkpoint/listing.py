@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from scale_surgery.checkpoint.files import UNFINISHED
+from scale_surgery.checkpoint.files import UNFINISHED, is_there
 from scale_surgery.checkpoint.foreign import GGUF_SUFFIX, load_gguf
 from scale_surgery.checkpoint.names import (
     CONFIG_FILE,
@@ -46,8 +46,8 @@ def reached(path: Path) -> Iterator[None]:
 def check_folder(path: Path) -> None:
     """Check that a model folder exists."""
     with reached(path):
-        is_there, is_folder = path.exists(), path.is_dir()
-    if not is_there:
+        exists, is_folder = is_there(path), path.is_dir()
+    if not exists:
         raise CheckpointError(Problem("folder-missing", path))
     if not is_folder and path.suffix.lower() == GGUF_SUFFIX:
         raise CheckpointError(Problem("folder-is-gguf", path, load=load_gguf(path.parent, path.name)))
@@ -58,12 +58,17 @@ def check_folder(path: Path) -> None:
 def list_files(path: Path) -> list[str]:
     """List the files of a folder, sorted, without version control, download bookkeeping and unfinished files."""
     check_folder(path)
-    kept = [file.as_posix() for file in _entries(path) if (path / file).exists() and not (path / file).is_dir()]
+    kept = [file.as_posix() for file in _entries(path) if _is_listed(path / file)]
     if problems := [problem for name in kept if (problem := unfit(path, name))]:
         raise CheckpointError(*problems)
     if not kept:
         raise CheckpointError(Problem("folder-empty", path))
     return kept
+
+
+def _is_listed(file: Path) -> bool:
+    with reached(file):
+        return is_there(file) and not file.is_dir()
 
 
 def _entries(path: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from scale_surgery.checkpoint.files import is_there
 from scale_surgery.checkpoint.folder import (
     Checkpoint,
     checkpoint_of,
@@ -109,7 +110,7 @@ def is_local(model: str | Path) -> bool:
     """Return True if a model is a folder. A folder comes before a Hub repository of the same name."""
     path = Path(model)
     with reached(path):
-        return path.exists()
+        return is_there(path)
 
 
 def _local_source(model: str | Path, revision: str | None) -> Source | None:

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from scale_surgery.checkpoint.file_stat import Stamps, check_unchanged
-from scale_surgery.checkpoint.files import nearest_folder, remove_unfinished, remove_unfinished_of, sync, write_text
+from scale_surgery.checkpoint.files import (
+    is_there,
+    nearest_folder,
+    remove_unfinished,
+    remove_unfinished_of,
+    sync,
+    write_text,
+)
 from scale_surgery.checkpoint.folder import read_json
 from scale_surgery.checkpoint.listing import reached
 from scale_surgery.checkpoint.locks import link_problems, locked, names_beside, refuse_links, replace_folder, settle
@@ -72,7 +79,7 @@ def output_file_problems(files: Sequence[Path | None], inputs: Sequence[str | Pa
     ]
     for file, place in places.items():
         with reached(file):
-            if place.is_dir():
+            if is_there(place) and place.is_dir():
                 problems.append(Problem("output-file-is-folder", file))
             parent = nearest_folder(place.parent)
             if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -105,14 +112,15 @@ def _occupied(target: Path, partial: Path, *, overwrite: bool) -> list[Problem]:
         return [Problem("output-unnamed", target, name=Path("..") / target.resolve().name)]
     if target.is_symlink():
         return [Problem("output-is-link", target)]
-    if target.exists() and not target.is_dir():
+    exists = is_there(target)
+    if exists and not target.is_dir():
         return [Problem("output-is-file", target)]
-    if target.exists() and not overwrite:
+    if exists and not overwrite:
         return [Problem("output-exists", target)]
     problems = link_problems(partial, *names_beside(target))
-    if target.exists() and any(target.iterdir()) and not _is_model(target):
+    if exists and any(target.iterdir()) and not _is_model(target):
         problems.append(Problem("output-no-model", target))
-    if partial.exists() and not partial.is_symlink() and not _state_file(target).exists():
+    if is_there(partial) and not partial.is_symlink() and not is_there(_state_file(target)):
         problems.append(Problem("output-not-ours", partial))
     return problems
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @run_options(
     "device",
     code=BASE_CODE,
-    helps={"device": "Device of the SVD of base weights: cpu, cuda, ... auto uses a GPU if there is one."},
+    helps={"device": "Device of the SVD of base weights: cpu, cuda, ... auto uses a CUDA GPU if there is one."},
 )
 @output_options
 def expand_command(

@@ -125,14 +125,15 @@ def _compare_tokens(first: Tensor, second: Tensor) -> Tensor:
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
     """Return the largest absolute difference of two tensors, computed in float64."""
-    return float((a.double() - b.double()).abs().max())
+    # some GPUs have no float64
+    return float((a.cpu().double() - b.cpu().double()).abs().max())
 
 
 def cosines(a: Tensor, b: Tensor) -> Tensor:
     """Return the cosine similarity of each token's states, (tokens, features) each, computed in float64."""
     from torch.nn import functional
 
-    return functional.cosine_similarity(a.double(), b.double(), dim=-1)
+    return functional.cosine_similarity(a.cpu().double(), b.cpu().double(), dim=-1)
 
 
 def measure_drift(

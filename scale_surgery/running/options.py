@@ -23,7 +23,7 @@ class RunOptions:
     The operation chooses the values of omitted fields.
 
     Attributes:
-        device: Device of the models: cpu, cuda, ... auto uses a GPU if there is one.
+        device: Device of the models: cpu, cuda, ... auto uses a CUDA GPU if there is one, and to train any GPU.
         dtype: Dtype to cast the weights to. Default: the stored dtype.
         trust_remote_code: Run the code in the folders of model and tokenizer instead of this program's.
         memory_bytes: Memory for weights on the CPU, in bytes. A larger model is streamed from its files.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -103,7 +104,12 @@ def serve(
     tokenizer = need_tokenizer(source.path, source.name, run)
     # comes last, because importing a tokenizer may replace the module transformers
     _make_known(checkpoint, run)
-    from scale_surgery.talking.server import Server
+    try:
+        from scale_surgery.talking.server import Server
+    except ImportError as error:
+        raise ServingError(
+            Problem("server-of-other-release", transformers=version("transformers"), error=error)
+        ) from error
 
     served = Served(name, address.url, bool(getattr(tokenizer, "chat_template", None)), paths)
     options = {"device": run.placed().device, "dtype": run.dtype or "auto", "trust_remote_code": run.trust_remote_code}

@@ -133,6 +133,7 @@ def test_only_regular_files_are_opened(model: Path, tmp_path: Path, verb: str, n
     assert refusals(VERBS[verb], model, tmp_path) == [Problem("file-not-regular", model / name, kind=kind)]
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="a file of Linux")
 def test_files_of_the_system_give_nothing(llama_base: Path, tmp_path: Path) -> None:
     """They are regular by their mode, say that they have no bytes, and give what is nobody's business."""
     (llama_base / "config.json").unlink()

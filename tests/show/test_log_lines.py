@@ -197,6 +197,7 @@ def test_quiet_and_other_processes_write_nothing(
         assert len(written().splitlines()) == 5, "the control"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 def test_a_log_that_is_full_ends_no_job() -> None:
     full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", encoding="utf-8")
     with pytest.raises(OSError, match="No space left"):
