@@ -29,6 +29,8 @@ AUTO = "auto"
 PRESET = "preset"
 PresetName = Literal["default", "one-path", "paper"]
 RecipeValues = Mapping[str, Any]
+# settings that change no result but for rounding: a job that has begun takes others, as after memory ran out
+HOW_IT_RUNS = ("running.device", "running.batch_size", "training.gradient_checkpointing")
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,13 @@ def _of_section(values: RecipeValues, section: str) -> dict[str, Any]:
 
 
 def differences(recipe: Recipe, before: RecipeValues) -> Iterator[Problem]:
-    """Yield a problem for each setting that an earlier recipe, kept as plain values, has otherwise."""
+    """Yield a problem for each setting that an earlier recipe, kept as plain values, has otherwise.
+
+    Exception: settings of HOW_IT_RUNS.
+    """
     for name, value in values_of(recipe).items():
+        if name in HOW_IT_RUNS:
+            continue
         was = before.get(name)
         if settings()[name].read(was) != value and not (was is None and value == ()):
             yield Problem("setting-changed", name, began=was, now=value)

@@ -164,12 +164,13 @@ def make_arguments(
 
 def is_cpu(run: RunOptions) -> bool:
     """Return True if training runs on the CPU, by request or because there is no accelerator."""
-    return choose_device(run.device, only_trains=True) == "cpu"
+    return choose_device(run.device, only_trains=True).removesuffix(":0") == "cpu"
 
 
 def check_device(run: RunOptions) -> None:
     """Check that training can run on the requested device: accelerate supports the CPU and the default accelerator."""
     accelerator = choose_device("auto", only_trains=True)
-    if choose_device(run.device, only_trains=True) not in ("cpu", accelerator):
+    # the first of its kind is the one that accelerate takes
+    if choose_device(run.device, only_trains=True).removesuffix(":0") not in ("cpu", accelerator):
         choices = dict.fromkeys(("auto", "cpu", accelerator))
         raise TrainingError(Problem("training-device", "--device", device=run.device, choices=list(choices)))

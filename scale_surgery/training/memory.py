@@ -36,7 +36,9 @@ def free_bytes(device: str) -> int | None:
 
     kind = torch.device(device).type
     if kind == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        # what torch keeps without using it is free for this process
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     return min(psutil.virtual_memory().available, container_memory()) if kind == "cpu" else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any
@@ -54,13 +54,13 @@ def run_pilot(
     matrices = find_matrices(model, facts)
     start = {layer: [matrix.detach().to("cpu", copy=True) for matrix in some] for layer, some in matrices.items()}
     model.requires_grad_(False)
-    for matrix in chain.from_iterable(matrices.values()):
-        # bfloat16 would lose an update of less than a 256th of a number
-        matrix.data = matrix.data.float()
-        matrix.requires_grad_(True)
-        _step_in_backward(matrix, settings, steps)
     losses = []
-    with track("pilot", steps) as advance:
+    with ExitStack() as hooks, track("pilot", steps) as advance:
+        for matrix in chain.from_iterable(matrices.values()):
+            # bfloat16 would lose an update of less than a 256th of a number
+            matrix.data = matrix.data.float()
+            matrix.requires_grad_(True)
+            hooks.callback(_step_in_backward(matrix, settings, steps).remove)
         for loss in _train(model, text, settings, steps, precision):
             losses.append(loss)
             advance(1, f"loss {loss:.3f}")
@@ -85,8 +85,11 @@ def find_matrices(model: Any, facts: Architecture) -> dict[int, list[nn.Paramete
     return matrices
 
 
-def _step_in_backward(matrix: nn.Parameter, settings: RankingSettings, steps: int) -> None:
-    """Let AdamW update a matrix as soon as it has a gradient, so that only one gradient is held at a time."""
+def _step_in_backward(matrix: nn.Parameter, settings: RankingSettings, steps: int) -> Any:
+    """Let AdamW update a matrix as soon as it has a gradient, so that only one gradient is held at a time.
+
+    Returns the handle of the hook: the hook holds the matrix and its moments, and the matrix holds the hook.
+    """
     optimizer = torch.optim.AdamW([matrix], lr=settings.learning_rate, weight_decay=0.0)
     warm_up = math.ceil(WARM_UP * steps)
     schedule = LambdaLR(optimizer, lambda step: share_of_rate(step + 1, steps, warm_up))
@@ -96,7 +99,7 @@ def _step_in_backward(matrix: nn.Parameter, settings: RankingSettings, steps: in
         schedule.step()
         optimizer.zero_grad()
 
-    matrix.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+    return matrix.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
 
 
 def share_of_rate(step: int, steps: int, warm_up: int) -> float:

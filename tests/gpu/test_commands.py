@@ -27,7 +27,9 @@ def device_option(name: str) -> click.Parameter | None:
 
 # results by command, each with the exit code that the page shows
 Page = dict[str, list[tuple[Result, int]]]
-WITH_DEVICE = sorted(name for name in main.commands if device_option(name) is not None)
+# on the pages one has no output, which takes hours, and the other serves until it is stopped
+WITHOUT_EXAMPLE = {"compare", "serve"}
+WITH_DEVICE = sorted(name for name in main.commands if device_option(name) is not None and name not in WITHOUT_EXAMPLE)
 
 
 def text_of_commands() -> str:

@@ -23,7 +23,7 @@ from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
 from scale_surgery.learning.learn import _texts_of_two_uses, prepare
 from scale_surgery.learning.presets import JobFacts, with_preset
-from scale_surgery.learning.recipe import SECTIONS, make_recipe, settings, unknown_setting, values_of
+from scale_surgery.learning.recipe import SECTIONS, differences, make_recipe, settings, unknown_setting, values_of
 from scale_surgery.learning.recipe_file import recipe_text
 from scale_surgery.learning.stages import Work
 from scale_surgery.training.settings import TrainingSettings, check_settings
@@ -90,6 +90,13 @@ def test_what_is_said_beside_a_recipe_takes_the_place_of_what_it_has_instead(tmp
     assert merged(budget="20%", layers="0")["expansion.layers"] == "0"
     assert merged(("ranking.steps=3",))["expansion.layers"] == "last:4"
     assert merged(("training.epochs=3", "training.steps=5"))["training.steps"] == "5"
+
+
+def test_settings_of_how_a_job_runs_may_change():
+    begun = values_of(make_recipe(SAID))
+    after = {"running.device": "cpu", "running.batch_size": 2, "training.gradient_checkpointing": True}
+    assert not list(differences(make_recipe(SAID | after), begun))
+    assert list(differences(make_recipe(SAID | after | {"training.batch_size": 2}), begun)), "the control"
 
 
 def test_every_setting_is_written_with_a_comment():

@@ -32,6 +32,7 @@ from scale_surgery.progress import Progress
 from scale_surgery.running import loading
 from scale_surgery.running.device import choose_device, is_out_of_memory
 from scale_surgery.running.options import Dtype
+from scale_surgery.training.arguments import check_device
 from tests.conftest import refused
 from tests.tiny import save_tiny
 
@@ -122,6 +123,7 @@ def test_a_device_that_is_not_there_is_named_before_any_work(expanded, tmp_path,
     with_accelerator(monkeypatch, "cuda")
     with refused("training-device", "--device", TrainingError):
         train_on(run=RunOptions(device="cuda:1"))
+    check_device(RunOptions(device="cuda:0"))
     assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]
     monkeypatch.undo()
     numbers = verify(expanded, record=False).to_json()["numbers"]

@@ -53,6 +53,7 @@ def test_the_matrices_of_mlps_train_and_nothing_else(base_of, family):
     linears = [linear.name for linear in FAMILIES[family].linears if linear.group == "ffn"]
     expected = {name for name, _ in model.named_parameters() if any(f".{linear}.weight" in name for linear in linears)}
     assert changed(path, model) == expected
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()), "they hold its memory"
     assert pilot.trained_parameters == sum(dict(model.named_parameters())[name].numel() for name in expected)
     assert sorted(pilot.changes) == [0, 1, 2] and all(change > 0 for change in pilot.changes.values())
 
