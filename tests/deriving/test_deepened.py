@@ -80,7 +80,7 @@ def test_copies_that_change_a_layer_above_are_refused(tmp_path, monkeypatch, mak
         logits(base), logits(expand(base, Request(layers, method="depth"), tmp_path / "deep", run=OWN).path)
     )
     # the negative control: not refused, it is another model
-    monkeypatch.setattr("scale_surgery.deriving.planned.prove_copies", lambda *_: None)
+    monkeypatch.setattr("scale_surgery.deriving.deepened.prove_copies", lambda *_: None)
     other = expand(base, Request("0", method="depth"), tmp_path / "other", run=OWN).path
     assert not torch.equal(logits(base), logits(other))
 
@@ -110,7 +110,7 @@ def test_each_block_is_mute_in_its_own_way(tmp_path, monkeypatch):
     assert torch.equal(logits(base), logits(made.path))
     # the negative control: with the norm alone, the copy of the MLP adds its output
     monkeypatch.setattr("scale_surgery.planning.depth._mute_blocks", only_norms)
-    monkeypatch.setattr("scale_surgery.deriving.planned.prove_copies", lambda *_: None)
+    monkeypatch.setattr("scale_surgery.deriving.deepened.prove_copies", lambda *_: None)
     other = expand(base, Request("1", method="depth"), tmp_path / "other", run=OWN).path
     assert not torch.equal(logits(base), logits(other))
 
