@@ -84,8 +84,8 @@ def plane_figure(scores: Iterable[Score]) -> Figure:
     axes = figure.subplots()
     width, height = _set_limits(axes, [point.place for point in points])
     groups = _groups(points, NEAR[0] * width, NEAR[1] * height)
-    axes.set_xlabel("loss on old text, nats per token      forgets \N{RIGHTWARDS ARROW}")
-    axes.set_ylabel("\N{LEFTWARDS ARROW} learns      loss on new text, nats per token")
+    axes.set_xlabel("loss on old text, nats per token (forgets \N{RIGHTWARDS ARROW})")
+    axes.set_ylabel("loss on new text, nats per token (\N{LEFTWARDS ARROW} learns)")
     tidy(axes)
     _draw_points(axes, points)
     for curve in _curves(points):
