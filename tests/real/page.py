@@ -20,13 +20,14 @@ from tests.real.make_model import MODEL
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "real-model.md"
 BLOCK = re.compile(
-    r'```(console|python title="(?P<file>[\w.]+)")\n(?P<content>.*?)```\n(?:\n\*[^\n]* GB\*\n)?', re.DOTALL
+    r'```(console|python title="(?P<file>[\w.]+)")\n(?P<content>.*?)```\n(?:\n\*[\d,]+ s[^\n]*\*\n)?', re.DOTALL
 )
 
 
 def run_command(line: str, folder: Path) -> tuple[str, float, float]:
     """Run a line in the folder: what it printed, its seconds, and its peak memory in GB."""
     environment = os.environ | {"COLUMNS": "80", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    environment["HF_DATASETS_CACHE"] = str(folder / "cache")  # so that samples of an earlier run are not taken
     started = time.monotonic()
     process = subprocess.Popen(
         line.replace("scale-surgery", f"{sys.executable} -m scale_surgery"),
@@ -72,9 +73,10 @@ def main() -> None:
     folder.mkdir(parents=True)
     (folder / MODEL).symlink_to(model)
     os.environ["PYTHONPATH"] = str(ROOT)
-    PAGE.write_text(
-        BLOCK.sub(lambda match: run_block(match, folder), PAGE.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    page = PAGE.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(page):
+        page = page.replace(match[0], run_block(match, folder))
+        PAGE.write_text(page, encoding="utf-8")  # what ran is kept if a later block fails
 
 
 if __name__ == "__main__":
