@@ -83,7 +83,8 @@ def main(work: Path, levels: tuple[float, ...], names: tuple[str, ...], seeds: i
         for row in which:
             run_at = partial(_run_at, records, work, base, row, seed)
             if (level, *row) not in chosen:
-                chosen[level, *row] = choose(sweep(run_at, METHODS[row[0]][1], beside, choose)).key.rate
+                tried = [done for rate in METHODS[row[0]][1] for done in sweep(run_at, rate, beside, choose)]
+                chosen[level, *row] = choose(tried).key.rate
             run_at(chosen[level, *row])
 
 
