@@ -34,7 +34,7 @@ UP_WIDTH = 16
 RANK = 18
 ADAPT = Request("all", variant="adapt", collaborate="both", up_width=UP_WIDTH, up_kv_heads=0)
 
-# each method: what makes it of a base's folder and a seed, and the rates where sweeps begin; there may be two best rates
+# each method: what makes it of a base's folder and a seed, and the rates where sweeps begin: there may be two peaks
 METHODS: dict[str, tuple[Any, tuple[float, ...]]] = {
     "full": (whole, (1e-3, 1e-2)),
     "LoRA": (partial(adapted, start=True, rank=RANK), (3e-3, 3e-2)),
