@@ -83,7 +83,9 @@ def main(work: Path, levels: tuple[float, ...], names: tuple[str, ...], seeds: i
         for row in which:
             run_at = partial(_run_at, records, work, base, row, seed)
             if (level, *row) not in chosen:
-                tried = [done for rate in METHODS[row[0]][1] for done in sweep(run_at, rate, beside, choose)]
+                begin = METHODS[row[0]][1]
+                # a best rate may stand above worse ones, where a sweep from below does not come
+                tried = [done for rate in (begin, 10 * begin) for done in sweep(run_at, rate, beside, choose)]
                 chosen[level, *row] = choose(tried).key.rate
             run_at(chosen[level, *row])
 

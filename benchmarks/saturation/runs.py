@@ -34,14 +34,14 @@ UP_WIDTH = 16
 RANK = 18
 ADAPT = Request("all", variant="adapt", collaborate="both", up_width=UP_WIDTH, up_kv_heads=0)
 
-# each method: what makes it of a base's folder and a seed, and the rates where sweeps begin: there may be two peaks
-METHODS: dict[str, tuple[Any, tuple[float, ...]]] = {
-    "full": (whole, (1e-3, 1e-2)),
-    "LoRA": (partial(adapted, start=True, rank=RANK), (3e-3, 3e-2)),
-    "preserve": (Request("all", up_width=UP_WIDTH, up_kv_heads=0), (1e-2, 1e-1)),
-    "adapt": (ADAPT, (3e-3, 3e-2)),
-    "gated": (Request(**vars(ADAPT) | {"variant": "gated"}), (3e-3, 3e-2)),
-    "grow": (Request("all", method="grow"), (3e-3, 3e-2)),
+# each method: what makes it of a base's folder and a seed, and the rate where its sweep begins
+METHODS: dict[str, tuple[Any, float]] = {
+    "full": (whole, 1e-3),
+    "LoRA": (partial(adapted, start=True, rank=RANK), 3e-3),
+    "preserve": (Request("all", up_width=UP_WIDTH, up_kv_heads=0), 1e-2),
+    "adapt": (ADAPT, 3e-3),
+    "gated": (Request(**vars(ADAPT) | {"variant": "gated"}), 3e-3),
+    "grow": (Request("all", method="grow"), 3e-3),
 }
 
 
