@@ -33,7 +33,7 @@ from scale_surgery.evidence.forgetting_limit import ForgettingLimit, limit_of
 from scale_surgery.evidence.probe_file import Probe, encode_probes, read_probes
 from scale_surgery.evidence.rehearsed import rehearsed_texts
 from scale_surgery.fields import problems_of
-from scale_surgery.progress import Track, no_track
+from scale_surgery.progress import Finding, Track, no_track
 from scale_surgery.running.loss import Measurement
 from scale_surgery.running.options import Dtype, RunOptions
 from scale_surgery.running.processes import join_processes
@@ -200,10 +200,26 @@ def _measure_all(subjects: Sequence[Subject], meters: Sequence[Meter], track: Tr
     total = sum(meter.tokens(subject, with_base=with_base) for subject, meter, with_base in jobs)
     rows: list[MeasuredRow] = []
     with track("evaluate", total) as advance:
-        for subject, meter, with_base in jobs:
-            rows += [meter.measure_base(subject, advance)] if with_base else []
-            rows += meter.measure_subject(subject, advance)
+        for place, (subject, meter, with_base) in enumerate(jobs, start=1):
+            measured = [meter.measure_base(subject, advance)] if with_base else []
+            measured += meter.measure_subject(subject, advance)
+            rows += measured
+            # if the next model fails, there is no table: a log keeps the rows
+            for row in measured[: None if place < len(jobs) else 0]:
+                advance(0, Finding(f"{row.score.name}: {_summary(row.score)}"))
     return rows
+
+
+def _summary(score: Score) -> str:
+    """Describe the numbers of a row in one line."""
+    sides = {"old": score.old, "new": score.new}
+    losses = [f"{side} {text.nats_per_token:.4f}" for side, text in sides.items() if text is not None]
+    parts = [f"{', '.join(losses)} nats per token"] * bool(losses)
+    if score.probes is not None:
+        parts.append(f"{score.probes.total.right} of {score.probes.total.asked} probes right")
+    if score.answers is not None:
+        parts.append(f"{score.answers.ended} of {score.answers.asked} answers end")
+    return "; ".join(parts) or "nothing of its own"
 
 
 def _compare(row: MeasuredRow, rows: Sequence[MeasuredRow]) -> Score:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from scale_surgery.evidence.eval_targets import choose_lengths, open_subjects, sequences_of
 from scale_surgery.evidence.report_records import Streams
 from scale_surgery.folder.folder import Folder
+from scale_surgery.folder.parts import tokenizer_alone
 from scale_surgery.progress import Progress, Track
 from scale_surgery.running.drift import cosines, largest_difference
 from scale_surgery.running.freeze import base_states, expansion_disabled
@@ -39,10 +40,10 @@ def compare_streams(
     """Run an expanded model and the base inside it on probe text, and compare the base stream after each layer."""
     path, plan = folder.path, folder.manifest.plan
     if texts:
-        batches = _text_batches(path, texts, sequence_length, run)
+        batches = _text_batches(folder, texts, sequence_length, run)
         source = ", ".join(map(str, texts))
     else:
-        batches, source = _prompt_batches(path, run)
+        batches, source = _prompt_batches(folder, run)
     tokens = sum(int(batch.mask.sum()) for batch in batches)
     stored = replace(run, dtype=None)  # models are compared in their stored dtype
     with track("base stream", tokens) as advance, loaded_whole(folder.of_all, path.name, stored) as model:
@@ -51,26 +52,31 @@ def compare_streams(
     return Streams(layers, source, tokens, dtype, "adapt" if is_routed else "expanded")
 
 
-def _prompt_batches(path: Path, run: RunOptions) -> tuple[list[Batch], str]:
+def _prompt_batches(folder: Folder, run: RunOptions) -> tuple[list[Batch], str]:
     """Return the prompts of `verify` as one batch; random ids if the model has no tokenizer."""
     from scale_surgery.running.prompts import encode_prompts
 
-    encoded = encode_prompts(path, Probes(max_new_tokens=0), run)
+    # this expansion does not read the new tokens of another one
+    is_other = folder.of_all.manifest.adds_tokens and not folder.manifest.adds_tokens
+    tokenizer = tokenizer_alone(folder, run) if is_other else None
+    encoded = encode_prompts(folder.path, Probes(max_new_tokens=0), run, tokenizer)
     source = "built-in prompts" if encoded.tokenizer is not None else "random ids, there is no tokenizer"
     return [encoded.batch], source
 
 
-def _text_batches(path: Path, texts: Sequence[str | Path], length: int | None, run: RunOptions) -> list[Batch]:
+def _text_batches(folder: Folder, texts: Sequence[str | Path], length: int | None, run: RunOptions) -> list[Batch]:
     """Return batches of consecutive windows of the texts, including prompts of questions."""
     from scale_surgery.running.prompts import Batch
     from scale_surgery.text.documents import read_files
-    from scale_surgery.text.tokenizing import collate
+    from scale_surgery.text.tokenizing import collate, start_tokens
 
     documents = [document for file_documents in read_files(texts).values() for document in file_documents]
-    (subject,) = open_subjects([path], run)
+    (subject,) = open_subjects([folder.path], run)
     length, _ = choose_lengths([subject], length, None)
-    called = " ".join(map(str, texts))
-    windows = sequences_of(subject, subject.tokenizer, {called: documents}, length, length)[called]
+    called, tokenizer = " ".join(map(str, texts)), subject.tokenizer_of(folder.manifest.name)
+    # each window begins with the tokens that start a text, and the next one reads those whose place they take
+    step = max(1, length - len(start_tokens(tokenizer)))
+    windows = sequences_of(subject, tokenizer, {called: documents}, length, step)[called]
     batches = []
     at_once = run.windows(REPORT_WINDOWS)
     for start in range(0, len(windows), at_once):

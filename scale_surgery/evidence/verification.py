@@ -83,7 +83,8 @@ class Verification:
 def says_more(recorded: Mapping[str, Any] | None, verification: Verification) -> bool:
     """Return True if the recorded verification of the same bytes ran a model on more than this one did.
 
-    Exception: False if this one found a fault, or if it ran a model and the recorded one did not pass.
+    Exception: False if this one found a fault, if it ran a model and the recorded one did not pass, or if it decides a
+    claimed promise on which the recorded one is silent.
     """
     before = None if recorded is None else recorded.get("numbers")
     if recorded is None or before is None or not verification.passed:
@@ -92,6 +93,11 @@ def says_more(recorded: Mapping[str, Any] | None, verification: Verification) ->
         return False
     if (now := verification.numbers) is None:
         return True
+    silent = {promise["name"] for promise in recorded.get("promises", ()) if promise.get("holds") is None}
+    if any(
+        promise.claimed and promise.holds is not None and promise.name in silent for promise in verification.promises
+    ):
+        return False
     is_shorter = now.tokens < before["tokens"] or (
         now.generation_equal is None and before["generation_equal"] is not None
     )

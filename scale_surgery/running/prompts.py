@@ -61,10 +61,10 @@ class EncodedPrompts:
     batch: Batch
 
 
-def encode_prompts(path: Path, probes: Probes, run: RunOptions) -> EncodedPrompts:
-    """Encode prompts as the token ids of a model."""
+def encode_prompts(path: Path, probes: Probes, run: RunOptions, tokenizer: Any = None) -> EncodedPrompts:
+    """Encode prompts as the token ids of a model, by its own tokenizer or by a given one."""
     prompts = read_prompts(probes.prompts_file)
-    tokenizer = load_tokenizer(path, run)
+    tokenizer = load_tokenizer(path, run) if tokenizer is None else tokenizer
     config = load_config(path, path.name, run)
     return EncodedPrompts(prompts, tokenizer, _make_batch(tokenizer, prompts, config, probes.max_new_tokens))
 

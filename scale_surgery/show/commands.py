@@ -87,7 +87,7 @@ def after_evaluation(result: Evaluation, models: Sequence[str]) -> str:
         return running_command("route-report", path, *texts)
     if (path / CONFIG_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
         return adopt_line(path)
-    is_trained = score.forgetting or score.learning or score.probes
+    is_trained = score.forgetting or score.learning or score.probes or score.answers
     name, *options = ("report", "-o", "report.html") if is_trained else ("train", "--data", "FILE")
     return running_command(name, path, *options)
 

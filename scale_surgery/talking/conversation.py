@@ -13,10 +13,10 @@ from scale_surgery.checkpoint.expansions import BASE_NAME
 from scale_surgery.errors import DataError, Problem
 from scale_surgery.evidence.eval_targets import Subject
 from scale_surgery.running.context import check_room
-from scale_surgery.running.loading import translated
 from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.talking.records import Answer
 from scale_surgery.talking.settings import GenerationSettings
+from scale_surgery.text.beginnings import form_of
 
 # an answer gets at least this fraction of the context, or its most tokens if they are fewer
 LEFT_FOR_AN_ANSWER = 4
@@ -83,9 +83,14 @@ class Conversation:
             history += [("user", turn.prompt), ("assistant", turn.text)]
         messages = [{"role": role, "content": content} for role, content in (*history, ("user", message))]
         tokenizer = self._tokenizer(settings)
-        with translated("chat-template-fails", self.subject.name):
-            filled = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        ids: list[int] = filled["input_ids"]
+        try:
+            form = form_of(tokenizer, messages)
+        except DataError as error:
+            raise DataError(Problem("chat-template-fails", self.subject.name, *error.problems)) from error
+        shaped = list(map(form.shape, messages))
+        ids: list[int] = tokenizer.apply_chat_template(shaped, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         return ids
 
 

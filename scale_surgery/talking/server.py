@@ -8,7 +8,8 @@ are read or replaced here, and nowhere else in the package:
 Serve                   _model_manager, _generation_state, and the handlers _chat, _completion, _response, _systemone
 model manager           trust_remote_code, list_models (before 5.24 get_gen_models): no other model is loaded or listed
 handlers                _validate_request: refuses fields that nothing would read; _resolve_model: finds the path of a
-                        name; get_processor_inputs_from_messages, _normalize_input: errors that name the message
+                        name, and gives a tokenizer that fills a chat template whole;
+                        get_processor_inputs_from_messages, _normalize_input: errors that name the message
 generation state        _generate_managers: takes the generator of each name
 streamer                _decode_stream: decodes after the prompt; _enqueue: cuts the text at a stop
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial
 from time import time
 from types import SimpleNamespace
@@ -34,7 +36,8 @@ from scale_surgery.running.context import check_room, context_of
 from scale_surgery.running.own_generation import end_tokens
 from scale_surgery.running.tokenizer import check_token_ids
 from scale_surgery.talking.request_fields import CHAT, COMPLETIONS, RESPONSES, Refusal, check_fields
-from scale_surgery.text.conversations import THOUGHTS
+from scale_surgery.text.beginnings import form_of
+from scale_surgery.text.conversations import THOUGHTS, Message
 from scale_surgery.text.tokenizing import without_frame
 
 # types of a message's parts that are text
@@ -43,6 +46,8 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 HALF = "\ufffd"
 # most tokens of an answer if neither request nor model sets them, as in transformers' server
 DEFAULT_TOKENS = 1024
+# options with which the server fills a chat template, which are no variables of it
+FILLING = frozenset({"add_generation_prompt", "load_audio_from_video", "return_dict", "return_tensors", "tokenize"})
 
 
 @contextmanager
@@ -310,7 +315,21 @@ class Server(Serve):
         self._generation_state._generate_managers[name] = OnePath(
             self.thread, model, self.paths[name], continues_prompt=handler is self._completion_handler
         )
-        return name, model, self.readers.get(name, processor)
+        reader = copy(self.readers.get(name, processor))
+        # a processor of images reads parts alone
+        if hasattr(reader, "get_chat_template"):
+            reader.apply_chat_template = partial(_fill_template, self.readers.get(name, processor))
+        return name, model, reader
+
+
+def _fill_template(tokenizer: Any, messages: Sequence[Message], *, tools: Any = None, **options: Any) -> Any:
+    """Write a conversation by the chat template; refuse it if the template leaves out a part of it."""
+    variables = {name: value for name, value in options.items() if name not in FILLING}
+    try:
+        form = form_of(tokenizer, messages, tools or (), variables)
+    except DataError as error:
+        raise Refusal(str(error), "messages", "invalid_value") from error
+    return tokenizer.apply_chat_template(list(map(form.shape, messages)), tools=tools, **options)
 
 
 def _fit_bias(model: Any, body: dict[str, Any]) -> None:

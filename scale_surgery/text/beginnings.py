@@ -12,18 +12,15 @@ derived from two renderings of a conversation, not from its name; see `ChatReade
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scale_surgery.errors import DataError, Problem, counted
 from scale_surgery.text.answers import ChatReader, Form, UnfitError, end_ids, prints_python
-from scale_surgery.text.conversations import ANSWERS, THOUGHTS, tool_name, with_function, words_of
+from scale_surgery.text.conversations import ANSWERS, THOUGHTS, Message, thought_key, tool_name, with_function, words_of
 from scale_surgery.text.instructions import SHIPPED, Instruction, read_instructions
-
-# messages with a text, or with a list of parts, which some templates need. Thoughts are switched neither on nor off: a
-# model thinks if it does so when nobody asks
-FORMS = tuple(Form(parts=parts, as_text=False, thought=THOUGHTS[0], options={}) for parts in (False, True))
 
 
 @dataclass(frozen=True)
@@ -158,16 +155,46 @@ def begin_answers(
     )
 
 
-def _render_all(reader: ChatReader, asked: Sequence[Instruction]) -> tuple[Form, list[str | Problem]]:
+def form_of(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] = (), options: Mapping[str, Any] | None = None
+) -> Form:
+    """Return the form of a conversation in which a chat template writes all of it.
+
+    Args:
+        tokenizer: A tokenizer with a chat template.
+        messages: The conversation, up to the answer.
+        tools: Tools that the model is offered.
+        options: Variables of the template.
+
+    Raises:
+        DataError: The template refuses the conversation, or leaves out words or a tool.
+    """
+    thought = next(filter(None, map(thought_key, messages)), THOUGHTS[0])
+    asked = Instruction(tuple(messages), "", tools=tuple(tools))
+    form, (text,) = _render_all(ChatReader(tokenizer), [asked], thought, options)
+    if isinstance(text, Problem):
+        raise DataError(text)
+    return form
+
+
+def _render_all(
+    reader: ChatReader,
+    asked: Sequence[Instruction],
+    thought: str = THOUGHTS[0],
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Form, list[str | Problem]]:
     """Render instructions in the form that the template takes most of them in."""
+    # messages with a text, or with a list of parts, which some templates need. By default thoughts are switched neither
+    # on nor off: a model thinks if it does so when nobody asks
+    text, parts = (Form(parts, as_text=False, thought=thought, options=options or {}) for parts in (False, True))
 
     def refused(rendered: tuple[Form, list[str | Problem]]) -> int:
         return sum(isinstance(text, Problem) for text in rendered[1])
 
-    first = FORMS[0], [_render(reader, FORMS[0], each) for each in asked]
+    first = text, [_render(reader, text, each) for each in asked]
     if not refused(first):
         return first
-    second = FORMS[1], [_render(reader, FORMS[1], each) for each in asked]
+    second = parts, [_render(reader, parts, each) for each in asked]
     return min(first, second, key=refused)
 
 
@@ -186,9 +213,14 @@ def _render(reader: ChatReader, form: Form, asked: Instruction) -> str | Problem
         content = message.get("content") or ""
         words = [part["text"] for part in content] if isinstance(content, list) else [content]
         # templates may drop the thoughts of earlier answers
-        if message["role"] != ANSWERS and any(some.strip() not in text for some in words):
+        if message["role"] != ANSWERS and not all(some.strip() in text or _in_json(some) in text for some in words):
             return Problem("template-leaves-out", f"message {number}", what="the words")
     return text
+
+
+def _in_json(text: str) -> str:
+    """Return a text as templates write the result of a tool, without the quotes."""
+    return json.dumps(text.strip(), ensure_ascii=False)[1:-1]
 
 
 def _fill(reader: ChatReader, form: Form, asked: Instruction) -> str:

@@ -180,7 +180,9 @@ def _prompts_in_rows(source: TextSource) -> Iterator[str]:
     for place, row in rows_of(source, no_progress):
         texts = [row.get(name) for name in names] if isinstance(row, Mapping) else []
         prompt = next((text for text in texts if text_problem(text, "") is None), None)
-        if prompt is not None:
+        if prompt is not None and row.get("system") is not None:
+            problems.append(Problem("prompt-with-system", place))
+        elif prompt is not None:
             yield prompt
         elif row != BLANK:
             problems.append(row_problem(place, row, names, EXPECTED_PROMPT))

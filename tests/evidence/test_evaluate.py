@@ -29,6 +29,7 @@ from scale_surgery.running import loss as measure
 from scale_surgery.running import pieces
 from scale_surgery.running.loading import loaded
 from scale_surgery.running.loss import Measurement
+from scale_surgery.show.log_lines import LogLines
 from scale_surgery.text.documents import Document
 from scale_surgery.text.sequences import IGNORED, PROMPT, Sequences
 from scale_surgery.text.tokenizing import stride, tokenize
@@ -316,6 +317,9 @@ def test_what_comes_next_is_for_the_last_expanded_model(place: Path, tmp_path: P
     ):
         shown = run("evaluate", *models, "--old", place / "old.txt").stdout
         assert shown.splitlines()[-1].split(maxsplit=1) == ["next", f"scale-surgery {line}"]
+    asked = lines(tmp_path / "asked.jsonl", {"prompt": "Who?"})
+    answered = run("evaluate", wide, "--instructions", asked, "--max-new-tokens", 2).stdout
+    assert answered.splitlines()[-1].endswith(f"scale-surgery {report_.format(wide)}")
 
 
 def test_other_tokens_are_not_compared(place: Path, tmp_path: Path) -> None:
@@ -355,6 +359,21 @@ def test_progress(place: Path) -> None:
     assert bars == {"evaluate": [5 * tokens, 5 * tokens]} and alone == {"evaluate": [tokens, tokens]}, (
         "five rows, and one"
     )
+
+
+def test_a_log_has_the_rows_of_a_model_before_the_next_is_measured(place: Path) -> None:
+    """If the next model fails, there is no table."""
+    lines: list[str] = []
+    texts = [place / "old.txt"], [place / "new.jsonl"]
+    measured = evaluate([place / "wide", place / "adapted"], *texts, track=LogLines(lines.append).track)
+    rows = {
+        f"{score.name}: old {score.old.nats_per_token:.4f}, new {score.new.nats_per_token:.4f} nats per token"
+        for score in measured.scores
+        if score.old is not None and score.new is not None and not score.name.startswith("adapted")
+    }
+    assert len(rows) == 3
+    # time, label, share, row, and then perhaps speed and time left
+    assert {line.split("  ")[3] for line in lines} == rows
 
 
 def test_json_has_no_nan(place: Path, tmp_path: Path) -> None:

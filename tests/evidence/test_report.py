@@ -29,7 +29,9 @@ from scale_surgery.checkpoint.folder import open_checkpoint, read_tensor
 from scale_surgery.errors import Problem
 from scale_surgery.evidence.report import report
 from scale_surgery.evidence.report_records import Norms, Report, TensorChange, add_norms, by_layer
+from scale_surgery.folder.folder import open_folder
 from scale_surgery.folder.record import read_manifest
+from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.show.pages.report import render_page
 from scale_surgery.show.tables_report import collaboration, format_norm, format_share, render_report
 from tests.conftest import REQUESTS, edited, problems, refused, shake, shown
@@ -326,6 +328,36 @@ def test_own_text_is_read_whole_in_windows(tmp_path: Path) -> None:
         assert layer.cosine == pytest.approx(batched_layer.cosine, rel=1e-6)
     assert prompts.source == "built-in prompts" and prompts.layers != whole.layers
     assert streams.layers[2].is_bit_equal and not streams.layers[3].is_bit_equal
+
+
+def test_an_expansion_is_reported_in_its_own_tokens(tmp_path: Path) -> None:
+    """New tokens are of one expansion; the others read a text as their base does."""
+    words = NewTokens((" upon", "Water"))
+    first = Request("2", variant="adapt", collaborate="both", name="a")
+    one = shake(expand(SHIPPED_MODEL, first, tmp_path / "one").path)
+    two = expand(one, Request("3", name="b", new_tokens=words), tmp_path / "two").path
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time. " * 30)
+    for texts in ((), (text,)):
+        alone, beside, other = report(one, texts), report(two, texts, name="a"), report(two, texts, name="b")
+        assert alone.streams is not None and beside.streams is not None and other.streams is not None
+        assert (beside.streams.layers, beside.streams.tokens) == (alone.streams.layers, alone.streams.tokens)
+        assert other.streams.tokens < alone.streams.tokens, "the control"
+
+
+def test_each_window_of_a_text_begins_as_a_text(tmp_path: Path) -> None:
+    """As in `evaluate`; without the start token models such as Gemma compute something else."""
+    from scale_surgery.evidence.report_streams import _text_batches
+
+    path = expand(SHIPPED_MODEL, Request("2"), tmp_path / "wide").path
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a fox. " * 8)
+    rows = torch.cat([batch.ids for batch in _text_batches(open_folder(path), [text], 16, RunOptions())[:-1]])
+    (whole,) = _text_batches(open_folder(path), [text], 256, RunOptions())
+    start = whole.ids[0, 0]
+    assert len(rows) > 3 and (rows[:, 0] == start).all()
+    read = rows[:, 1:].flatten()
+    assert torch.equal(read, whole.ids[0, 1 : 1 + len(read)]), "and nothing of the text is left out"
 
 
 def test_files_only_runs_no_model(adapt: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from scale_surgery import CheckpointError, PlanError, Probes, Request, RunOption
 from scale_surgery.checkpoint.folder import open_checkpoint
 from scale_surgery.cli.program import main
 from scale_surgery.errors import Problem
+from scale_surgery.evidence.verification import says_more
 from tests.command import run
 from tests.conftest import Bars, edited, flip, problems, refused, shake
 from tests.tiny import save_tiny
@@ -351,6 +352,19 @@ def test_a_folder_that_cannot_be_written_is_verified_and_not_recorded(copy, refu
     done = CliRunner().invoke(main, ["verify", str(path), "--files-only"])
     text = " ".join(done.stderr.split())
     assert done.exit_code == 0 and f"{path} cannot be written, or changed meanwhile: the result is not recorded" in text
+
+
+def test_a_shorter_run_replaces_the_record_if_it_decides_what_that_left_open(copy) -> None:
+    """Such as `shut_gates`, for which the documentation asks for prompts of the user's own."""
+    folder, longer, shorter = copy("adapt"), Probes(max_new_tokens=4), Probes(max_new_tokens=0)
+    recorded = json.loads(json.dumps(verify(folder, probes=longer, record=False).to_json()))
+    now = verify(folder, probes=shorter, record=False)
+    assert says_more(recorded, now)
+    decided = next(entry.name for entry in now.promises if entry.claimed and entry.holds is not None)
+    for promise in recorded["promises"]:
+        if promise["name"] == decided:
+            promise["holds"] = None
+    assert not says_more(recorded, now)
 
 
 def test_what_was_written_meanwhile_stays(copy) -> None:

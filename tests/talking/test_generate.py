@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from scale_surgery import (
-    CheckpointError,
     DataError,
     GenerationSettings,
     PlanError,
@@ -32,6 +32,7 @@ from scale_surgery.planning.new_tokens import NewTokens
 from scale_surgery.talking.conversation import Conversation
 from scale_surgery.talking.records import Answer, StreamedToken, Token
 from scale_surgery.talking.settings import USUAL
+from scale_surgery.text.documents import read_questions
 from tests.command import run
 from tests.conftest import load, problems, refused, shake
 from tests.each import mostly
@@ -211,6 +212,31 @@ def test_a_chat_template_is_filled(templated: Path) -> None:
     assert len(read(replace(GREEDY, raw=True))) == len("Who?")
 
 
+def test_a_conversation_is_asked_whole_or_not_at_all(templated: Path, tmp_path: Path) -> None:
+    """Some templates read parts of a message alone, and some drop the system message."""
+
+    def asked(name: str, template: str, settings: GenerationSettings) -> int:
+        folder = tmp_path / name
+        if not folder.exists():
+            shutil.copytree(templated, folder)
+            (folder / "chat_template.jinja").write_text(template)
+        (answer,) = generate(folder, "Who?", replace(settings, max_new_tokens=1)).answers
+        return answer.read
+
+    tells = replace(GREEDY, system="Be brief.")
+    plain = (templated / "chat_template.jinja").read_text()
+    parts = plain.replace("message['content']", "message['content'][0]['text']")
+    drops = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + plain
+    assert parts != plain
+    for settings in (GREEDY, tells):
+        assert asked("parts", parts, settings) == asked("plain", plain, settings)
+    assert asked("drops", drops, GREEDY) == asked("plain", plain, GREEDY), "the control"
+    left_out = Problem("template-leaves-out", "message 1", what="the words")
+    assert problems(asked, "drops", drops, tells, error=DataError) == [
+        Problem("chat-template-fails", "drops", left_out)
+    ]
+
+
 # conversations
 
 
@@ -293,10 +319,17 @@ def test_a_chat_template_that_refuses(templated: Path, tmp_path: Path) -> None:
     for file in templated.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     tokenizer.save_pretrained(folder)
-    with pytest.raises(
-        CheckpointError, match=r"^picky: its chat template does not take the conversation \(TemplateErr"
-    ):
-        generate(folder, "x")
+    refuses = Problem("template-refuses", error="no system message")
+    assert problems(generate, folder, "x", error=DataError) == [Problem("chat-template-fails", "picky", refuses)]
+
+
+def test_a_system_message_in_a_row_is_refused(place: Path, tmp_path: Path) -> None:
+    """Rows of instructions may have one; here it is an option for all prompts."""
+    rows = tmp_path / "asked.jsonl"
+    rows.write_text('{"prompt": "Who?"}\n{"prompt": "Why?", "system": null}\n')
+    assert run("generate", place / "base", "--prompts", rows, "--max-new-tokens", 1).exit_code == 0, "the control"
+    rows.write_text('{"prompt": "Who?"}\n{"prompt": "Why?", "system": "Be brief."}\n')
+    assert problems(read_questions, [rows], error=DataError) == [Problem("prompt-with-system", f"{rows}, line 2")]
 
 
 # the command

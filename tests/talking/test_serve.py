@@ -274,6 +274,34 @@ def test_a_message_is_whole_for_the_template() -> None:
     assert stock(messages, Modality.LLM)[1]["content"] == "", "as long as the server drops it"
 
 
+def test_a_conversation_that_the_template_does_not_write_whole_is_refused() -> None:
+    from scale_surgery.talking.request_fields import Refusal
+    from scale_surgery.talking.server import _fill_template
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SHIPPED)
+    tool = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "tool", "content": '{"sky": "dry"}'}]
+    offers = "{% for tool in tools or [] %}{{ tool.function.name }}{{ day }}\n{% endfor %}"
+    drops = "{% set messages = messages[1:] %}"
+
+    def filled(template: str, tools: Any, said: Any = messages) -> Any:
+        tokenizer.chat_template = template
+        return _fill_template(tokenizer, said, tools=tools, tokenize=False, load_audio_from_video=False, day="today")
+
+    said = 'Q: Be brief.\nQ: {"sky": "dry"}\nA:'
+    assert filled(offers + CHAT, [tool]) == f"raintoday\n{said}"
+    assert filled(CHAT.replace("message.content", "message.content[0].text"), None) == said, "in parts"
+    escaped = filled(CHAT.replace("message.content", "message.content | tojson"), None)
+    assert '{\\"sky\\": \\"dry\\"}' in escaped, "nothing is lost, and quotes are escaped"
+    for template, tools, missing in (
+        (CHAT, [tool], '"tools": the chat template leaves out rain'),
+        (drops + CHAT, None, "message 1: the chat template leaves out the words"),
+    ):
+        with pytest.raises(Refusal, match=missing) as refusal:
+            filled(template, tools)
+        assert refusal.value.status == 400
+
+
 def answers_of(folder: Path, prompt: str, **settings: Any) -> list[tuple[str, int, bool]]:
     """Text of an answer, its tokens, and whether the server says that it was cut: at once, and streamed."""
     from scale_surgery.talking.server import InferenceThread, OnePath
