@@ -28,6 +28,7 @@ from .expanded_routers import Router, make_router
 from .expanded_routing import Features, RouterContext, TokenScores, route, score_tokens, select
 from .expanded_stock import (
     MOST_NAMED,
+    Hook,
     StrictlyLoaded,
     View,
     adds_features,
@@ -87,6 +88,9 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         """Let paths pass through the modules of a stock model, which has no expansion yet."""
         facts = self.config.scale_surgery["base"]
         self.facts, self.plans = facts, {}
+        # the number of each expansion, in the order in which they were added: a name may be given again
+        self.numbers: dict[str, int] = {}
+        self.added = 0
         self.with_new_tokens = ""  # the expansion that adds tokens, if there is one
         # of the base stream, under the empty name, and of the up stream of each expansion; before the first layer, some
         # up streams have not entered
@@ -98,7 +102,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         base_model = find_base_model(self, facts["base_model"])
         layers = base_model.get_submodule(facts["layers"])
         self.layer_count = len(layers)
-        self.active = ActiveExpansions(self._context(PathChoice()))
+        self.active = ActiveExpansions(self._context(PathChoice()), self)
         for module in self.modules():
             if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
                 module._gradient_checkpointing_func = partial(self.active.checkpointed, checkpoint)
@@ -109,14 +113,14 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
                 self._expand(layer, name, spec, index)
             for name, heads in specs["attention"].items():
                 expand_attention(layer.get_submodule(name), heads, self.active, index)
-            layer.register_forward_pre_hook(partial(self._rearrange, index), with_kwargs=True)
+            layer.register_forward_pre_hook(Hook(self, "_rearrange", index), with_kwargs=True)
         self._expand(base_model, facts["last"], {"kind": "last"}, len(layers)).stream_widths = self.stream_widths
         head = self.get_output_embeddings()
         if head is not None:
             expand_module(head, "head", self.active, len(layers))
             head.softcap = facts["softcap"]
         if adds_features(base_model):
-            base_model.register_forward_pre_hook(self._widen, with_kwargs=True)
+            base_model.register_forward_pre_hook(Hook(self, "_widen"), with_kwargs=True)
 
     def _expand(self, parent: nn.Module, name: str, spec: dict[str, Any], place: int) -> nn.Module:
         """Let paths pass through a module."""
@@ -178,6 +182,8 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             for module_name, spec in attention.items():
                 layer.get_submodule(module_name).new_heads[name] = new_heads(plan, spec)
         self.plans[name] = plan
+        self.added += 1
+        self.numbers[name] = self.added
         width = plan["widths"]["up_width"]
         self.stream_widths[name], self.entering_widths[name] = width, 0 if plan.get("enter") == "hook" else width
         if plan["dtype"] == "float32":
@@ -350,7 +356,7 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         for module in self.modules():
             if isinstance(module, ExpandedAttention):
                 module.new_heads.pop(name, None)
-        del self.plans[name], self.stream_widths[name], self.entering_widths[name]
+        del self.plans[name], self.numbers[name], self.stream_widths[name], self.entering_widths[name]
         self.strengths.pop(name, None)
         entry = self.config.scale_surgery
         if name == self.with_new_tokens:
@@ -408,24 +414,31 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
             context = self._context(choice)
         else:
             context = self.active.now()
-        if self._base_learns(inputs):
-            context = context._replace(paths=self.find_paths(context.paths.paths, base_learns=True))
         # this forward keeps its context even if another thread chooses for the model meanwhile
-        with self.active.within(context):
+        with self.active.within(self._learning(context, inputs)):
             return self._run(inputs)
 
-    def _base_learns(self, inputs: dict[str, Any]) -> bool:
-        """Return whether inputs, or weights of the base that a user let train, have a gradient."""
-        if not torch.is_grad_enabled():
-            return False
-        embedded = inputs.get("inputs_embeds")
-        if embedded is not None and embedded.requires_grad:
-            return True
+    def _learning(self, context: Context, inputs: dict[str, Any]) -> Context:
+        """Let gradients pass through the base stream if inputs or weights of the base train."""
+        if not (torch.is_grad_enabled() and (self._inputs_train(inputs) or self.base_trains())):
+            return context
+        return context._replace(paths=self.find_paths(context.paths.paths, base_learns=True))
+
+    def _inputs_train(self, inputs: dict[str, Any]) -> bool:
+        """Return whether embeddings, or the states of a cache such as the prefixes of PEFT, have a gradient."""
+        layers = getattr(find_cache(inputs), "layers", ())
+        states = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        return any(
+            isinstance(given, Tensor) and given.requires_grad for given in (inputs.get("inputs_embeds"), *states)
+        )
+
+    def base_trains(self) -> bool:
+        """Return whether a user lets weights of the base train."""
         return any(weight.requires_grad for name, weight in self.named_parameters() if ".expansions." not in name)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
         choice, cache = self.choice, find_cache(inputs)
-        key = (*choice.key, tuple(sorted(self.strengths.items())))
+        key = (*choice.key, *(self.numbers[name] for name in choice.names), tuple(sorted(self.strengths.items())))
         check_cache(cache, choice, key)
         if is_quantised(cache) and self._joins_heads():
             warn(
@@ -563,6 +576,28 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         with self.use_choice(self.choice_of_rows(expansion_names)):
             return super().generate(*args, **options)
 
+    def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
+        """Start continuous batching as transformers does: in a thread of its own, which runs the choice of the model.
+
+        Raises:
+            ValueError: If a `with` block or `expansion_names` chooses, which that thread does not see.
+        """
+        if self.active.thread.context is not None:
+            raise ValueError(
+                "Continuous batching computes in a thread of its own, which does not see this with block. Choose by "
+                "model.set_expansion(NAME), or None for the base."
+            )
+        return super().init_continuous_batching(*args, **options)
+
+    def generate_batch(self, *args: Any, **options: Any) -> Any:
+        """Generate by continuous batching as transformers does; all prompts run the choice of the model."""
+        if options.get("expansion_names") is not None:
+            raise ValueError(
+                "expansion_names: continuous batching runs one choice for all prompts. Choose by "
+                "model.set_expansion(NAME), or give generate the names."
+            )
+        return super().generate_batch(*args, **options)
+
     def _get_static_cache_init_shape(self) -> None:
         """Return no common shape: layers with new heads need more, so each takes the shape of its first states."""
 
@@ -585,7 +620,8 @@ class ExpandedPreTrainedModel(StrictlyLoaded):
         thread = self.active.thread
         before, thread.is_replaced = thread.is_replaced, True
         try:
-            return super().__call__(*args, **inputs)
+            with self.active.within(self._learning(self.active.now(), inputs)):
+                return super().__call__(*args, **inputs)
         finally:
             thread.is_replaced = before
 

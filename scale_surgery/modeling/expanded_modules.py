@@ -121,6 +121,7 @@ class ExpandedModule:
             base = next(streams)
             if group.is_fixed and base.requires_grad:
                 # nothing behind it trains, so no gradient has to pass
+                self.active.check_frozen()
                 base = base.detach()
             is_copied = group.has_w12 and blocks[0] is not None and blocks[0].replaces_base
             y = None if is_copied else run(base)
@@ -291,10 +292,18 @@ class ExpandedHead(ExpandedModule):
         context = self.active.now()
         if context.answer is not None:
             return context.answer(x)
+        if context.choice.router is not None or context.choice.rows:
+            raise ValueError(
+                "The head is called by itself, and several paths run: only the model's own forward combines their "
+                "logits. Call the model, or choose one path: model.use_expansion(NAME)."
+            )
         layout = self.layout()
         if layout is None:
-            return self.base_logits(x.contiguous(), x)
-        return self.through(lambda base: self.base_logits(base, x), x, layout)
+            logits = self.base_logits(x.contiguous(), x)
+        else:
+            logits = self.through(lambda base: self.base_logits(base, x), x, layout)
+        is_whole = context.paths.with_new_tokens or self.new_rows is None
+        return logits if is_whole else self.without_new_tokens(logits, None)
 
     def join(self, outputs: list[list[Tensor | None]], layout: Layout) -> Tensor:
         return outputs[0][0]
@@ -308,8 +317,13 @@ class ExpandedHead(ExpandedModule):
             logits = self.run_stock(base)
         else:
             logits = functional.linear(base, self.weight) + self.bias
-        new = next((rows for blocks in self.expansions.values() if (rows := blocks.rows) is not None), None)
+        new = self.new_rows
         return logits if new is None else torch.cat((logits, product(base, new, logits)), -1)
+
+    @property
+    def new_rows(self) -> Tensor | None:
+        """Return the rows of new tokens; None if no expansion adds tokens."""
+        return next((rows for blocks in self.expansions.values() if (rows := blocks.rows) is not None), None)
 
     def whole(self, blocks: HeadBlocks) -> WholeHead:
         """Return the head of one expansion as one matrix."""

@@ -15,8 +15,10 @@ all paths, and the base is computed once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from threading import local
 from typing import Any, NamedTuple
 
@@ -169,8 +171,21 @@ class ThisThread(local):
 class ActiveExpansions:
     """The expansions that a model runs: those of `chosen` in all threads, unless `thread` has a context of its own."""
 
-    def __init__(self, chosen: Context) -> None:
+    def __init__(self, chosen: Context, model: Any = None) -> None:
         self.chosen, self.thread = chosen, ThisThread()
+        # every module of the model has them
+        self.model = None if model is None else weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActiveExpansions:
+        """Copy them with the model. A copy of one of its modules, such as PEFT trains, runs what the model runs."""
+        model = None if self.model is None else self.model()
+        if model is not None and id(model) not in memo:
+            return self
+        memo[id(self)] = ActiveExpansions(deepcopy(self.chosen, memo), memo.get(id(model)))
+        return memo[id(self)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ActiveExpansions, (self.chosen,)
 
     def now(self) -> Context:
         """Return the context of this thread."""
@@ -197,6 +212,19 @@ class ActiveExpansions:
                     "tasks or generators ran with each other's choice. Give each a thread, or choose by "
                     "expansion_names in each call."
                 )
+
+    def check_frozen(self) -> None:
+        """Refuse weights of the base that train outside the model's own forward, which lets their gradients pass.
+
+        Raises:
+            RuntimeError: If modules of the model are called by themselves, and the base trains.
+        """
+        model = None if self.model is None else self.model()
+        if self.thread.context is None and model is not None and model.base_trains():
+            raise RuntimeError(
+                "Weights of the base train, and modules of the model are called by themselves: their gradients would "
+                "stop where nothing new trains. Call the model, as model(input_ids)."
+            )
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Bind a function to the context of now; a backward pass may call it again in another thread."""

@@ -542,8 +542,9 @@ class RouterState(DynamicLayer):
         super().__init__()
         self.first, self.seen = first, 0
         # transformers makes masks for the first sliding layer and for the first other one: this must be neither. It
-        # leaves them out unless all layers are of a fixed size.
-        self.is_sliding, self.is_compileable = getattr(first, "is_sliding", False), first.is_compileable
+        # leaves them out unless all layers are of a fixed size. States of other kinds are, too, and have no masks.
+        self.is_sliding = getattr(first, "is_sliding", False)
+        self.is_compileable = first.is_compileable and isinstance(first, CacheLayerMixin)
 
     @property
     def max_batch_size(self) -> int:

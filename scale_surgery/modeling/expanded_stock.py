@@ -159,6 +159,19 @@ class StrictlyLoaded:
         return stock._can_set_experts_implementation()
 
 
+class Hook:
+    """A hook of a module that calls a method of the model; a copy of that module alone calls the same model."""
+
+    def __init__(self, model: nn.Module, method: str, *values: Any) -> None:
+        self.model, self.method, self.values = model, method, values
+
+    def __call__(self, *given: Any) -> Any:
+        return getattr(self.model, self.method)(*self.values, *given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook(memo.get(id(self.model), self.model), self.method, *self.values)
+
+
 def is_under(name: str, paths: Iterable[str]) -> bool:
     """Return whether a tensor of the base has one of these paths, or a path below one."""
     return ".expansions." not in name and any(f"{name}.".startswith(f"{path}.") for path in paths)

@@ -293,6 +293,11 @@ def test_a_cache_of_state_space_layers_alone_keeps_the_state(tmp_path: Path) -> 
     made = model.generate(prompt, **GREEDY, min_new_tokens=8)
     assert_same_generation(made, model.generate(prompt, **GREEDY, min_new_tokens=8, use_cache=False))
     assert state_of(find_cache(made)).seen == find_cache(made).get_seq_length() == 16
+    # a conversation goes on with its cache
+    more = torch.cat((made.sequences, random_ids(2, 5)), 1)
+    options = {"attention_mask": torch.ones_like(more), "min_new_tokens": 8, **GREEDY}
+    going_on = model.generate(more, cache=find_cache(made), **options)
+    assert_same_generation(going_on, model.generate(more, use_cache=False, **options))
     # states that were filled under another choice
     with model.routing_disabled():
         cache = find_cache(model(prompt, use_cache=True))
