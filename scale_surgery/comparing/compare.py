@@ -226,7 +226,13 @@ class _Job:
     def _ask_base(self, model: Any) -> None:
         """Forecast the comparison, let the base write its samples, and measure it."""
         from scale_surgery.text.beginnings import find_beginnings
-        from scale_surgery.training.base_samples import as_documents, sample_texts, tokens_per_second, write_samples
+        from scale_surgery.training.base_samples import (
+            as_documents,
+            read_samples,
+            sample_texts,
+            tokens_per_second,
+            write_samples,
+        )
         from scale_surgery.training.sampling import MOST_TEXTS, sampling_of
 
         texts, tokenizer = self.texts, self.texts.tokenizer
@@ -236,12 +242,13 @@ class _Job:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         check_token_ids(self.place.name, max(texts.highest, begins.highest), vocabulary)
         batch_seconds, written = texts.seconds_of_batch(model), tokens_per_second(model, begins, sampling)
-        begun = begins.describe(MOST_TEXTS)
-        self._forecast(batch_seconds, sampling.tokens, 0.0 if written is None else sampling.tokens / written, begun)
+        drawing = 0.0 if written is None else sampling.tokens / written
+        self._forecast(batch_seconds, sampling.tokens, drawing, begins.describe(MOST_TEXTS))
         # those of a run that was interrupted after it wrote them are the same
         if not (file := self.place.folder / SAMPLES).is_file():
             samples = sample_texts(model, begins, sampling, self.track)
             write_samples(file, samples if begins.asked else as_documents(samples, tokenizer), tokenizer)
+        begun = begins.describe(len(read_samples(file)))
         losses = self._losses("base", model, MEASURE)
         if not losses.is_finite:
             raise TrainingError(Problem("base-loss-not-finite", self.place.name))

@@ -35,7 +35,7 @@ class CompareSettings:
             without a chat template, the token that begins a text.
         rank: Rank of the adapters (lora).
         rehearsal_weight: Weight of the divergence from the base on text that it sampled.
-        seed: Seed of all random numbers.
+        seed: Seed of own samples, new tensors and training. The held-out text does not depend on it.
     """
 
     methods: tuple[MethodName, ...] = METHOD_NAMES

@@ -215,7 +215,9 @@ def _to_sample(
     together = settings.batch_size * settings.gradient_accumulation * recipe.processes
     steps = settings.steps or math.ceil(settings.epochs * math.ceil(tokens / (sequence * together)))
     batches = steps * settings.gradient_accumulation * recipe.processes
-    length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
+    length = sequence
+    if settings.rehearsal_length is not None:
+        length = choose_length(settings.rehearsal_length, context, "rehearsal_length")
     sampling = sampling_of(settings, batches, sequence, length)
     begins = find_beginnings(tokenizer, recipe.model, length, settings.rehearsal_prompts, raw=settings.rehearsal_raw)
     speed = None
@@ -235,7 +237,7 @@ def count_tokens(files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> To
 
 def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
     texts, begun = texts_in(parse_source(file)), list[TextSource]()
-    count, characters, sample, last, has_chat = 0, -1, "", None, False
+    count, characters, sample, last, chats = 0, -1, "", None, ChatReader(tokenizer)
     for text in texts:
         begun.append(text)
         # a file of JSON is read whole, as it may be one array
@@ -243,9 +245,8 @@ def _count(file: str, tokenizer: PreTrainedTokenizerBase) -> TokenCount:
         for last in islice(read_text(text), most):
             words = last.prompt + last.text
             count, characters = count + 1, characters + len(words) + 1
-            if last.chat is not None and not has_chat:
-                has_chat = True
-                ChatReader(tokenizer).read(last.chat, last.source)  # an unreadable chat is refused before any work
+            if last.chat is not None:
+                chats.read(last.chat, last.source)  # an unreadable chat is refused before any work
             # texts may be larger than memory together
             sample += f"{words[:SAMPLED_CHARACTERS]}\n" if len(sample) <= SAMPLED_CHARACTERS else ""
         if count >= SAMPLED_DOCUMENTS:

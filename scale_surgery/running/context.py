@@ -25,17 +25,17 @@ def check_room(tokens: int, context: int | None, name: str) -> None:
         raise DataError(Problem("prompt-too-long", tokens=tokens, context=context, model=name))
 
 
-def choose_length(length: int | None, contexts: Mapping[str, int | None]) -> int:
+def choose_length(length: int | None, contexts: Mapping[str, int | None], option: str = "--sequence-length") -> int:
     """Choose the length of a window in tokens, the same for all models."""
     known = {name: context for name, context in contexts.items() if context is not None}
     length = min([DEFAULT_LENGTH, *known.values()]) if length is None else length
     problems = [
-        Problem("length-over-context", "--sequence-length", length=length, context=context, model=name)
+        Problem("length-over-context", option, length=length, context=context, model=name)
         for name, context in known.items()
         if length > context
     ]
     if length < 2:
-        problems.append(Problem("length-too-short", "--sequence-length", length=length))
+        problems.append(Problem("length-too-short", option, length=length))
     if problems:
         raise DataError(*problems)
     return length

@@ -30,6 +30,7 @@ from scale_surgery.text.conversations import (
     THOUGHTS,
     Message,
     is_answer,
+    is_masked,
     parsed,
     plain_message,
     plain_tool,
@@ -273,6 +274,7 @@ class ChatReader:
         messages = [plain_message(message) for message in chat["messages"]]
         tools = [plain_tool(tool) for tool in parsed(chat.get("tools") or [])] or None
         learned = {place for place, message in enumerate(chat["messages"]) if is_answer(place, message)}
+        masked = [place for place, message in enumerate(chat["messages"]) if is_masked(message)]
         if self._is_marked(tools) and is_answer(1, chat["messages"][0]):
             learned.add(0)
         given = [(messages, tools)]
@@ -283,7 +285,7 @@ class ChatReader:
         for some, offered in given:
             for form, shaped in self._forms(some, offered):
                 try:
-                    return Rendering(self, form, shaped, offered).read(learned)
+                    return Rendering(self, form, shaped, offered).read(learned, masked)
                 except UnfitError as error:
                     problems.append(error)
         raise DataError(max(problems, key=lambda error: error.rank).problem.within(source))
@@ -457,7 +459,7 @@ class Rendering:
         except UnfitError:  # the template fails without tools
             return True
 
-    def read(self, learned: set[int]) -> tuple[list[int], list[int]]:
+    def read(self, learned: set[int], masked: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the token ids and their labels."""
         cut = len(self.whole)
         answers = []
@@ -469,7 +471,12 @@ class Rendering:
             answers.append(Answer(place, start, last + end.length, end))
             if end.added is not None:
                 cut = last + end.length
-        return self._label(answers, self.whole[:cut])
+        spans = [
+            (min(mark.start for mark in own), self._after(place, max(mark.end for mark in own)))
+            for place in masked
+            if (own := [mark for mark in self.found if self.pieces[mark.piece].message == place])
+        ]
+        return self._label(answers, spans, self.whole[:cut])
 
     def _of(self, place: int) -> list[Mark]:
         """Return the first mark of each piece of a message, sorted by position.
@@ -580,9 +587,14 @@ class Rendering:
             raise UnfitError(Problem("tokenizer-without-end", _nth(place)))
         return int(self.reader.tokenizer.eos_token_id)
 
-    def _label(self, answers: Sequence[Answer], text: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of the text, with any added end token, and their labels."""
-        from scale_surgery.text.sequences import PROMPT  # imports torch
+    def _label(
+        self, answers: Sequence[Answer], masked: Sequence[tuple[int, int]], text: str
+    ) -> tuple[list[int], list[int]]:
+        """Return the token ids of the text, with any added end token, and their labels.
+
+        Masked messages are IGNORED, up to the next one; `learn_prompts` learns what is PROMPT.
+        """
+        from scale_surgery.text.sequences import IGNORED, PROMPT  # imports torch
 
         reader = self.reader
         encoded = reader.tokenizer(
@@ -590,7 +602,9 @@ class Rendering:
         )
         ids: list[int] = encoded["input_ids"]
         offsets: list[tuple[int, int]] = encoded["offset_mapping"]
-        labels = [PROMPT] * len(ids)
+        labels = [
+            IGNORED if any(begin < end and start < stop for begin, stop in masked) else PROMPT for start, end in offsets
+        ]
         chosen = self._chosen(ids)
         position = 0
         for answer in answers:

@@ -129,8 +129,12 @@ def words_of(message: Message) -> str:
 
 def is_answer(place: int, message: Message) -> bool:
     """Return True if a message is learned: it is the assistant's, not empty, not masked, and not the first."""
-    is_masked = any(message.get(key) in (0,) for key in SWITCHES)
-    return message["role"] == ANSWERS and place > 0 and not is_masked and bool(words_of(message))
+    return message["role"] == ANSWERS and place > 0 and not is_masked(message) and bool(words_of(message))
+
+
+def is_masked(message: Message) -> bool:
+    """Return True if a message is read and never learned."""
+    return any(message.get(key) in (0,) for key in SWITCHES)
 
 
 def plain_message(message: Message) -> dict[str, Any]:

@@ -60,11 +60,6 @@ class Sequences:
         return int(is_scored.sum())
 
     @property
-    def is_plain(self) -> bool:
-        """True if no sequence has a prompt, or words of others, before an answer."""
-        return not bool((self.labels == PROMPT).any())
-
-    @property
     def highest(self) -> int:
         """Highest token id."""
         return int(self.ids.max())

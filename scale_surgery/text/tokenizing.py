@@ -82,7 +82,8 @@ def read_tokens(
             if learn_prompts and not document.is_plain:
                 # in a packed window, the text before would learn to predict the start token
                 begins = len(start) if ids[: len(start)] == start else 0
-                scored = [IGNORED] * begins + ids[begins:]
+                learned = [id_ if label == PROMPT else label for id_, label in zip(ids, scored, strict=True)]
+                scored = [IGNORED] * begins + learned[begins:]
             yield document, ids, scored
             is_middle = document.goes_on
 

@@ -52,7 +52,9 @@ def write_own_text(
     name = folder.path.name
     context = {name: context_of(folder.config)}
     sequence = choose_length(settings.sequence_length, context)
-    length = choose_length(settings.rehearsal_length or settings.sequence_length, context)
+    length = sequence
+    if settings.rehearsal_length is not None:
+        length = choose_length(settings.rehearsal_length, context, "rehearsal_length")
     sampling = sampling_of(settings, batches, sequence, length)
     begins = find_beginnings(tokenizer, name, length, settings.rehearsal_prompts, raw=settings.rehearsal_raw)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scale_surgery.checkpoint.names import LOG_FILE
 from scale_surgery.checkpoint.sources import listed
+from scale_surgery.text.documents import read_documents
 from scale_surgery.text.instructions import SHIPPED
 from scale_surgery.text.uses import texts_of_two_uses
 from scale_surgery.training.run_folder import CURVES_FILE, TrainingRun, last_measured
@@ -139,12 +141,13 @@ def use_warnings(data: Sequence[str | Path], eval_data: EvalData, settings: Trai
     )
 
 
-def turn_warnings(learned: Sequences, rehearsed: Sequences | None, settings: TrainingSettings) -> tuple[str, ...]:
+def turn_warnings(data: Sequence[str | Path], settings: TrainingSettings) -> tuple[str, ...]:
     """Return a warning if a model with a chat template learns text without turns, and rehearses none with turns."""
     if settings.rehearses_itself and not settings.rehearsal_raw:
         return ()
-    # some sequences show it, where each would be read from the disk
-    if any(not texts.some(LOOKED_AT).is_plain for texts in (learned, rehearsed) if texts is not None):
+    # questions and instructions in rows are learned without the template, so they have no turns either
+    texts = (*data, *(() if settings.rehearses_itself else settings.rehearse))
+    if any(document.chat is not None for document in islice(read_documents(texts, whole=False), LOOKED_AT)):
         return ()
     return (
         "the tokenizer has a chat template, and the text has no turns. An instruct model that learns it may no longer "

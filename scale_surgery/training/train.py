@@ -168,7 +168,7 @@ def train(
             texts[REHEARSAL] = as_learned(own.texts, settings, folder, tokenizer)
         warnings = use_warnings(data, eval_data, settings)
         if chat_template(folder) is not None:
-            warnings += turn_warnings(texts["learn"], texts.get(REHEARSAL), settings)
+            warnings += turn_warnings(data, settings)
         schedule = replace(schedule, warnings=warnings)
         decisive = _decisive(settings, folder, texts, processes.num_processes)
         # a run may resume on another processor, which would choose another precision

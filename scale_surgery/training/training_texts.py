@@ -42,7 +42,7 @@ from scale_surgery.training.settings import REHEARSAL, TrainingSettings
 # texts of at least this many bytes are cached; smaller ones are tokenized in seconds
 LARGE = 64 * 2**20
 # version of the cache's format and of the tokenization
-CACHE_FORM = 6
+CACHE_FORM = 7
 # tokens that are written at once
 TOKENS_AT_ONCE = 2**17
 

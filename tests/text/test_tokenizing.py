@@ -357,6 +357,45 @@ def test_of_a_conversation_the_answers_are_scored(template: str, answers: list[s
     assert learned.labels.tolist() == learned.ids.tolist() == talk["input_ids"].tolist()
 
 
+def test_with_learned_prompts_masked_messages_stay_unlearned() -> None:
+    tokenizer = letters()
+    tokenizer.chat_template = UNMARKED
+    turns = [("user", "ab?"), ("assistant", "bad"), ("user", "cd?"), ("assistant", "ef")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+
+    def learned() -> list[int]:
+        talk = tokenize([chat_of(messages)], tokenizer, learn_prompts=True)
+        scored = talk.labels >= 0
+        assert talk.labels[scored].tolist() == talk.ids[scored].tolist()
+        return talk.labels[scored].tolist()
+
+    def written(*texts: str) -> list[int]:
+        return [id_ for text in texts for id_ in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    assert learned() == written("u ab?</s>\na bad</s>\nu cd?</s>\na ef</s>\n"), "the control"
+    messages[1]["weight"] = 0
+    # up to the words of the next message
+    assert learned() == written("u ab?</s>\na ", "cd?</s>\na ef</s>\n")
+    messages[2]["weight"] = 0
+    assert learned() == written("u ab?</s>\na ", "ef</s>\n")
+
+
+def test_with_learned_prompts_an_answer_ends_at_the_token_at_which_the_model_stops() -> None:
+    """Not at the one that an earlier turn ends with."""
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = TURNS(
+        "{{ m.role[0] }} {{ m.content }}{{ '</s>' if loop.last and not add_generation_prompt else '<|turn|>' }}\n"
+    )
+    turns = [("user", "ab?"), ("assistant", "cd"), ("user", "ef?"), ("assistant", "gh")]
+    chat = chat_of([{"role": role, "content": text} for role, text in turns])
+    plain, whole = (tokenize([chat], tokenizer, learn_prompts=learns) for learns in (False, True))
+    answers = plain.labels >= 0
+    assert whole.labels[answers].tolist() == plain.labels[answers].tolist()
+    assert (plain.labels[answers] != plain.ids[answers]).any(), "the control: an end is not the one that is read"
+    assert whole.labels[~answers].tolist() == plain.ids[~answers].tolist()
+
+
 # as Qwen3 has it: what closes a message holds letters, and what stands before the last answer too
 CLOSED = TURNS(
     "<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"

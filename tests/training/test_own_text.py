@@ -285,7 +285,12 @@ def test_plain_text_on_a_model_with_a_template_is_warned_of(place: Path, tmp_pat
     words = [{"role": "user", "content": "Who is it?"}, {"role": "assistant", "content": "Adele."}]
     write_lines(chats, [{"messages": words}] * 4)
     plain, short = place / "new.jsonl", replace(SELF, steps=1)
+    # rows that do not pass the template have no turns either
+    asked = tmp_path / "asked.jsonl"
+    write_lines(asked, [{"question": "Who is it?", "answer": "Adele."}] * 4)
     runs = [
+        (asked, replace(short, rehearse=()), True),
+        (chats, replace(short, rehearse=(), learn_prompts=True), False),
         (plain, replace(short, rehearse=()), True),
         (plain, replace(short, rehearse=(str(plain),)), True),
         (plain, replace(short, rehearsal_raw=True), True),

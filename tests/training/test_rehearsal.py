@@ -367,7 +367,7 @@ def test_wrong_wishes_are_refused(place, tmp_path):
         (replace(SETTINGS, rehearsal_share=1.0), TrainingError, "rehearsal_share"),
         (replace(SETTINGS, rehearsal_weight=0.0), TrainingError, "rehearsal_weight"),
         (replace(SETTINGS, rehearsal_prompts="none.txt"), DataError, "none.txt"),
-        (replace(SETTINGS, rehearsal_length=10**6), DataError, "--sequence-length"),
+        (replace(SETTINGS, rehearsal_length=10**6), DataError, "rehearsal_length"),
     ):
         given = (place / "adapt", [place / "new.jsonl"], tmp_path / "out", settings)
         found = problems(train, *given, error=error)[0]
