@@ -109,6 +109,19 @@ def running_dtype(tensors: Collection[Sized]) -> str:
     return most_common_dtype(kept or tensors)
 
 
+def loaded_dtype(tensors: Mapping[str, Any]) -> str:
+    """Return the dtype in which transformers loads tensors whose config names none: that of the first by name."""
+    dtypes = {name: str(info.dtype) for name, info in tensors.items()}
+    kept = {name: dtype for name, dtype in dtypes.items() if dtype in FLOAT_DTYPES.values()} or dtypes
+    return kept[min(kept)]
+
+
+def holding_dtype(dtypes: Iterable[str]) -> str:
+    """Return the narrowest dtype, in torch's name, that rounds none of these dtypes, in safetensors' names."""
+    floats = {dtype for dtype in dtypes if dtype in FLOAT_DTYPES.values()}
+    return next((name for name, dtype in FLOAT_DTYPES.items() if floats == {dtype}), "float32")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:

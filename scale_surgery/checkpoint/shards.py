@@ -26,30 +26,30 @@ HEADER_ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a new file: its name, dtype (safetensors' name), shape, and the source of its bytes."""
+    """A tensor of a new file: its name, dtype (safetensors' name), shape, bytes, and the source of these."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    size: int
     read: Callable[[], Iterable[bytes | memoryview]]
-
-    @property
-    def bytes(self) -> int:
-        """The size in bytes."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def stored(checkpoint: Checkpoint, name: str) -> Entry:
     """Return the entry of a tensor whose bytes are copied from disk."""
     info = checkpoint.tensors[name]
     return Entry(
-        name, info.dtype, info.shape, lambda: read_chunks(checkpoint.path / info.file, info.offset, info.bytes)
+        name,
+        info.dtype,
+        info.shape,
+        info.bytes,
+        lambda: read_chunks(checkpoint.path / info.file, info.offset, info.bytes),
     )
 
 
 def computed(name: str, dtype: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Entry:
     """Return the entry of a tensor that is computed during writing."""
-    return Entry(name, dtype, shape, lambda: [tensor_bytes(make())])
+    return Entry(name, dtype, shape, prod(shape) * DTYPE_BYTES[dtype], lambda: [tensor_bytes(make())])
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -63,11 +63,11 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
     """Return the header of a file with its length in front, and the tensors in file order."""
     # in the order of safetensors' writer: wide dtypes first, so that each tensor is aligned
-    ordered = sorted(entries, key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.name))
+    ordered = sorted(entries, key=lambda entry: (-DTYPE_BYTES.get(entry.dtype, 1), entry.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in ordered:
-        begin, end = end, end + entry.bytes
+        begin, end = end, end + entry.size
         header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
@@ -83,8 +83,8 @@ def write_pieces(file: Path, header: bytes, ordered: Iterable[Entry], advance: P
             for piece in entry.read():
                 stream.write(piece)
                 written += len(piece)
-            if written != entry.bytes:
-                raise CheckpointError(Problem("tensor-bytes", entry.name, written=written, needed=entry.bytes))
+            if written != entry.size:
+                raise CheckpointError(Problem("tensor-bytes", entry.name, written=written, needed=entry.size))
             advance(written)
 
 
@@ -99,4 +99,5 @@ def entries_of(header: bytes, read: Mapping[str, Callable[[], Iterable[bytes | m
     """Yield the tensors of a header in file order, each with the source of its bytes."""
     listed = {name: entry for name, entry in json.loads(header[8:]).items() if name != "__metadata__"}
     for name, entry in sorted(listed.items(), key=lambda item: item[1]["data_offsets"]):
-        yield Entry(name, entry["dtype"], tuple(entry["shape"]), read[name])
+        begin, end = entry["data_offsets"]
+        yield Entry(name, entry["dtype"], tuple(entry["shape"]), end - begin, read[name])

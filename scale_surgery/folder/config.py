@@ -9,7 +9,7 @@ from typing import Any
 
 from scale_surgery.checkpoint.expansions import BASE_KEY, EXPANSIONS_KEY, ROUTER_KEY, STOCK_KEY
 from scale_surgery.checkpoint.files import plain_json
-from scale_surgery.checkpoint.folder import running_dtype
+from scale_surgery.checkpoint.folder import loaded_dtype
 from scale_surgery.checkpoint.headers import TensorInfo
 from scale_surgery.checkpoint.names import CONFIG_FILE, SINGLE_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY, ORIGIN_KEY
@@ -61,10 +61,10 @@ def expanded_config(
         if new_tokens:
             edited = _with_vocabulary(edited, facts, new_tokens)
     # the first shard that a loader opens may be that of an expansion
-    if not {"dtype", "torch_dtype"}.intersection(config):
+    if config.get("dtype") is None and config.get("torch_dtype") is None:
         from scale_surgery.tensors.initialise import TORCH_DTYPES
 
-        edited["torch_dtype"] = str(TORCH_DTYPES[running_dtype(tensors.values())]).removeprefix("torch.")
+        edited["torch_dtype"] = str(TORCH_DTYPES[loaded_dtype(tensors)]).removeprefix("torch.")
     return edited if routing is None else with_router(edited, routing)
 
 

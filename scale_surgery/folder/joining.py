@@ -304,7 +304,8 @@ def cast_problems(tensors: Mapping[str, TensorInfo], manifest: Manifest) -> list
     for item in joined_tensors(manifest):
         for name in item.pieces.values():
             weight = f"{name.partition(INFIX)[0]}.weight"
-            beside = tensors[weight if INFIX in name and weight in tensors else item.base].dtype
+            is_beside = INFIX in name and weight in tensors and not item.is_bias
+            beside = tensors[weight if is_beside else item.base].dtype
             if tensors[name].dtype != beside:
                 problems.append(Problem("block-other-dtype", name, dtype=tensors[name].dtype, base=beside))
     return problems

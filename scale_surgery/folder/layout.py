@@ -59,7 +59,7 @@ def bytes_of(content: Content) -> int:
         case Headed():
             return len(content.header) + content.file.stat().st_size - len(header_bytes(content.file))
         case Shard():
-            return len(content.header) + sum(entry.bytes for entry in content.entries)
+            return len(content.header) + sum(entry.size for entry in content.entries)
         case str():
             return len(content.encode("utf-8"))
 

@@ -169,8 +169,8 @@ def rebuilt_shard(folder: Folder, shard: str) -> Shard:
 def _read_whole(entry: Entry, unfit: Callable[..., Problem]) -> list[bytes | memoryview]:
     """Read the bytes of a tensor; those of a joined one may be fewer than the recorded header says."""
     pieces = list(entry.read())
-    if (found := sum(map(len, pieces))) != entry.bytes:
-        raise CheckpointError(unfit(Problem("tensor-bytes", entry.name, written=found, needed=entry.bytes)))
+    if (found := sum(map(len, pieces))) != entry.size:
+        raise CheckpointError(unfit(Problem("tensor-bytes", entry.name, written=found, needed=entry.size)))
     return pieces
 
 

@@ -103,8 +103,7 @@ def _beside(
     source = _some_tensor(path, names) if kind == "block" else f"{path}.weight"
     for block, shape in shapes_of(spec, rows, has_bias=has_bias, has_w12=has_w12, is_gated=is_gated).items():
         if 0 not in shape:
-            # the bias of a linear takes the dtype of its weight
-            beside = f"{path}.bias" if "bias" in block and kind != "linear" else source
+            beside = f"{path}.bias" if "bias" in block and has_bias else source
             name, module_kind = tensor_name(path, expansion, block), "linear" if kind == "grown" else kind
             yield NewTensor(name, shape, block, module_kind, layer, beside, is_copy=kind == "grown")
 

@@ -103,8 +103,8 @@ def render_composed(done: Composed) -> RenderableType:
     ]
     if done.removed:
         rows.append(("removed", f"{', '.join(done.removed)}; all other files are unchanged, by sha256"))
-    rows += [("not copied", name_some(done.left_out)), (NEXT, verify_command(done.path))]
-    return Facts("composed", rows)
+    rows.append(("not copied", name_some(done.left_out)))
+    return finished("composed", rows, done.warnings, verify_command(done.path))
 
 
 def render_applied(done: Applied) -> RenderableType:

@@ -46,7 +46,7 @@ from scale_surgery.planning.reserved import check_clashes
 from scale_surgery.progress import Track, no_track
 from scale_surgery.running.expansion_names import check_name
 from scale_surgery.running.options import RunOptions
-from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, refuse_differing
+from scale_surgery.surgery.same_base import check_fit, find_differing, hash_base, other_computation, refuse_differing
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Composed:
         bytes_added: Bytes of all expansions.
         left_out: Files that were not taken along.
         removed: Expansions of the given folder that were left out. They may have been damaged; all else was not.
+        warnings: Values of the base's config.json that were others where an expansion was made.
     """
 
     path: Path
@@ -70,6 +71,7 @@ class Composed:
     bytes_added: int
     left_out: tuple[str, ...]
     removed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def compose(
@@ -162,6 +164,7 @@ def compose(
         bytes_added=bytes_added,
         left_out=tuple(dict.fromkeys((*given.left_out, *written.left_out, *disputed))),
         removed=remove,
+        warnings=tuple(line for each in opened.values() for line in other_computation(each, alone.config, source.name)),
     )
 
 

@@ -7,6 +7,7 @@ model stays as it is. A model that has expansions takes up one more.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,14 @@ from scale_surgery.running.wrap_model import (
     quantised_modules,
     quantised_shape,
 )
-from scale_surgery.surgery.same_base import check_fit, check_sizes, find_differing, hash_base, refuse_differing
+from scale_surgery.surgery.same_base import (
+    check_fit,
+    check_sizes,
+    find_differing,
+    hash_base,
+    other_computation,
+    refuse_differing,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +142,9 @@ def _check_model(extract: Extract, model: Any, track: Track, *, check: bool) -> 
         unfed = {}
     shapes = {name: expected[name].shape for name in base.places}
     given = {name: tuple(tensor.shape) for name, tensor in {**headers, **unfed}.items()} | quantised
-    check_sizes(extract, _base_config(model), shapes, given, "model")
+    check_sizes(extract, config := _base_config(model), shapes, given, "model")
+    for line in other_computation(extract, config, "the model"):
+        warnings.warn(line, stacklevel=3)
     if check:
         _check_dtypes(extract, base, headers)
         _check_values(extract, base, headers, track)

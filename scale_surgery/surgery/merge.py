@@ -152,6 +152,10 @@ def merge(
     check_target(target, inputs, overwrite=overwrite)
     if part.strength == 0:
         return _write_base(folder, target, track, overwrite=overwrite)
+    if to == "fused":
+        check_fusible(folder)
+    elif to == "stock":
+        check_stock(folder)
     if folder.whole is not None or part.strength != 1:
         with _prepared(folder, target, part.strength, run, track) as alone:
             done = merge(alone, target, to, probes=probes, run=run, overwrite=overwrite, track=track)
@@ -224,10 +228,6 @@ def _check_form(source: Path, folder: Folder, to: MergedForm) -> None:
         refuse_form(source, "fused", "expanded")
     if to != "blocks" and (problems := damaged_pieces(folder.tensors, manifest)):
         raise CheckpointError(Problem("blocks-damaged", source, *problems))
-    if to == "fused":
-        check_fusible(folder)
-    elif to == "stock":
-        check_stock(folder)
 
 
 def _check_strength(folder: Folder, to: MergedForm, strength: float) -> None:

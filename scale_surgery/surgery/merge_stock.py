@@ -140,7 +140,7 @@ def _index_metadata(metadata: Any, shards: Mapping[str, list[Entry]]) -> dict[st
     entries = [entry for shard in shards.values() for entry in shard]
     counts = {
         "total_parameters": sum(prod(entry.shape) for entry in entries),
-        "total_size": sum(entry.bytes for entry in entries),
+        "total_size": sum(entry.size for entry in entries),
     }
     fields = dict(metadata) if isinstance(metadata, Mapping) else {}
     return fields | {name: count for name, count in counts.items() if name in fields or name == "total_size"}

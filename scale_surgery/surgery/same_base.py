@@ -13,11 +13,14 @@ from scale_surgery.checkpoint.names import CONFIG_FILE
 from scale_surgery.checkpoint.numbering import CONFIG_KEY
 from scale_surgery.checkpoint.reading import differing_keys
 from scale_surgery.deriving.base import derive_config
+from scale_surgery.deriving.configs import config_of
 from scale_surgery.errors import CheckpointError, Problem
 from scale_surgery.folder.extract_folder import Extract
 from scale_surgery.folder.record import BaseTensor, Manifest
+from scale_surgery.planning.base import QUANTISATION_KEY
 from scale_surgery.planning.plan import base_title
 from scale_surgery.progress import Track
+from scale_surgery.surgery.saved import LEAVES_NUMBERS, settings_of, short
 
 Shapes = Mapping[str, tuple[int, ...]]
 # keys of a config that change no number that a model gives
@@ -44,6 +47,22 @@ def check_sizes(extract: Extract, config: Mapping[str, Any], shapes: Shapes, giv
     if problems:
         base = base_title(manifest.base_name, manifest.base_revision)
         raise CheckpointError(Problem("base-unfit", name, *problems, base=base))
+
+
+def other_computation(extract: Extract, config: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Describe values of a base's config with which it computes otherwise than the base of an expansion.
+
+    With its own code, every value is compared by `check_sizes`. Defaults count as values.
+    """
+    if extract.manifest.plan.architecture.own_code:
+        return ()
+    made_on, given = (dict(settings_of(config_of(some).to_dict())) for some in (extract.manifest.base_config, config))
+    return tuple(
+        f"{extract.name} was made on a base whose {key} is {short(made_on.get(key))}, and in {name} it is "
+        f"{short(given.get(key))}: what was learned may be worth less here."
+        for key in differing_keys(made_on, given)
+        if not (LEAVES_NUMBERS.search(key) or key.startswith(QUANTISATION_KEY))
+    )
 
 
 def hash_base(base: Checkpoint, track: Track) -> dict[str, str]:

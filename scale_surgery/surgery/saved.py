@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from scale_surgery import modeling
 from scale_surgery.checkpoint.expansions import BASE_KEY, ROUTER_KEY, place_of_specs, specs_of_expansions
-from scale_surgery.checkpoint.folder import Checkpoint, open_checkpoint, read_json, read_tensor
+from scale_surgery.checkpoint.folder import Checkpoint, holding_dtype, open_checkpoint, read_json, read_tensor
 from scale_surgery.checkpoint.forms import refuse_form
 from scale_surgery.checkpoint.hashes import hash_tensors
 from scale_surgery.checkpoint.headers import TensorInfo
@@ -237,7 +237,7 @@ def compare_settings(saved: Saved, trained: Trained) -> tuple[list[str], list[st
         return harmless, decisive
     there, here = _settings_of_both(saved, trained)
     for key in differing_keys(there, here):
-        line = f"{key} is {_short(there.get(key))} in what was saved, {_short(here.get(key))} stays"
+        line = f"{key} is {short(there.get(key))} in what was saved, {short(here.get(key))} stays"
         if LEAVES_NUMBERS.search(key):
             harmless.append(line)
         else:
@@ -270,9 +270,9 @@ def _settings_of_both(saved: Saved, trained: Trained) -> tuple[dict[str, Any], d
     """Return the settings of both configs; for a base with its own code, only keys that both have."""
     if trained.loaded_config is not None:
         loaded = _load_config(saved.config, saved.name), trained.loaded_config
-        there, here = (dict(_settings(config.to_dict())) for config in loaded)
+        there, here = (dict(settings_of(config.to_dict())) for config in loaded)
         return there, here
-    there, here = dict(_settings(saved.config)), dict(_settings(trained.folder.config))
+    there, here = dict(settings_of(saved.config)), dict(settings_of(trained.folder.config))
     both = there.keys() & here.keys()
     return {key: there[key] for key in both}, {key: here[key] for key in both}
 
@@ -283,14 +283,15 @@ def _load_config(config: Mapping[str, Any], name: str) -> Any:
         return config_of(config)
 
 
-def _settings(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+def settings_of(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
     """Generate the values of a config and of its parts, without unimportant ones."""
     for key, value in config.items():
         if key not in UNIMPORTANT:
-            yield from _settings(value, f"{place}{key}.") if isinstance(value, dict) else [(f"{place}{key}", value)]
+            yield from settings_of(value, f"{place}{key}.") if isinstance(value, dict) else [(f"{place}{key}", value)]
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a value of a config as a message shows it."""
     text = repr(value)
     return text if len(text) <= 40 else "another"
 
@@ -350,8 +351,10 @@ def compare_base(saved: Saved, trained: Trained, match: Match, track: Track) -> 
         some = [problem for pair in changed[:MOST_LINES] if (problem := describe(pair)) is not None]
         is_rounded = all(problem.code == "tensor-rounded" for problem in some)
         code = "saved-base-rounded" if is_rounded else "saved-base-changed"
-        counts = {"count": len(changed), "total": len(pairs)}
-        raise CheckpointError(Problem(code, saved.name, *some, trained=trained.name, **counts))
+        facts: dict[str, Any] = {"count": len(changed), "total": len(pairs), "trained": trained.name}
+        if is_rounded:
+            facts["holds"] = holding_dtype(trained.tensors[pair.wanted].dtype for pair in pairs)
+        raise CheckpointError(Problem(code, saved.name, *some, **facts))
     return BaseComparison(len(pairs), dict(widened))
 
 

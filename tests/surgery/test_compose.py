@@ -31,6 +31,7 @@ from scale_surgery.biographies import SHIPPED_MODEL
 from scale_surgery.errors import CheckpointError, PlanError, Problem
 from scale_surgery.folder.record import read_manifest
 from scale_surgery.modeling import register
+from scale_surgery.surgery.load_expansion import load_expansion
 from tests.command import run
 from tests.composed import LLAMA, REQUESTS, Made, mixed
 from tests.conftest import digests, edited, load, problems, shake
@@ -251,6 +252,19 @@ def test_a_router_for_one_expansion_takes_no_other_beside_it(llama: Made, tmp_pa
     # with another router both run
     both = compose(routed, {"music": llama.extracts["music"]}, tmp_path / "both", routing=PosteriorRouter())
     assert list(both.expansions) == ["law", "music"]
+
+
+def test_a_base_that_computes_otherwise_is_warned_of(llama: Made, tmp_path: Path) -> None:
+    """With the same tensors; `verify` compares with this base alone, and passes."""
+    base, extracted = Path(shutil.copytree(llama.base, tmp_path / "base")), llama.extracts["law"]
+    assert compose(base, {"law": extracted}, tmp_path / "same").warnings == (), "the control"
+    with edited(base / "config.json") as config:
+        config["rope_parameters"]["rope_theta"] = 500.0
+        config["eos_token_id"] = 5
+    (line,) = compose(base, {"law": extracted}, tmp_path / "other").warnings
+    assert "rope_parameters.rope_theta is 10000.0, and in base it is 500.0" in line
+    with pytest.warns(UserWarning, match="rope_theta is 10000.0, and in the model it is 500.0"):
+        load_expansion(load(base), extracted)
 
 
 def test_another_base_is_refused(llama: Made, tmp_path: Path, made_of: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from scale_surgery import modeling
@@ -25,7 +25,7 @@ from scale_surgery.folder.record import read_manifest
 from scale_surgery.hub.repository import read_contents
 from scale_surgery.planning.request import Request
 from scale_surgery.planning.saved import save_plan
-from scale_surgery.running.options import RunOptions
+from scale_surgery.running.options import Probes, RunOptions
 from scale_surgery.surgery.adopt import adopt
 from scale_surgery.surgery.apply import apply
 from scale_surgery.surgery.compose import compose
@@ -36,6 +36,7 @@ from scale_surgery.surgery.route import route_export
 from scale_surgery.surgery.strip import strip
 from scale_surgery.training.rank_layers import rank_layers
 from tests.conftest import digests, edited, load, problems, refused
+from tests.tiny import save_tiny
 
 REQUEST = Request("0,2", variant="adapt", collaborate="both", init_w22="random")
 
@@ -85,6 +86,23 @@ def test_a_config_without_dtype_gets_the_base_s_and_keeps_the_base_s_own_auto_ma
     assert made["torch_dtype"] == "float32" and AutoConfig.from_pretrained(expanded).dtype == torch.float32
     assert made["auto_map"]["AutoTokenizer"] == ["tok.Tok", None]
     assert made["auto_map"]["AutoConfig"] == "configuration_scale.ScaleLlamaConfig"
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("kept", ["lm_head.weight", "model.norm.weight"])
+def test_a_model_loads_in_the_dtype_of_its_base(tmp_path: Path, key: str, kept: str) -> None:
+    """Where config.json has null for it, and tensors are of two dtypes."""
+    base = save_tiny(tmp_path / "base", "llama", dtype=torch.bfloat16)
+    with edited(base / "config.json") as config:
+        del config["dtype"]
+        config[key] = None
+    tensors = load_file(base / "model.safetensors")
+    tensors[kept] = tensors[kept].float()
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    expanded = expand(base, replace(REQUEST, dtype="float32"), tmp_path / "expanded").path
+    assert load(expanded).dtype == load(base).dtype
+    assert load(base).dtype == (torch.float32 if kept == "lm_head.weight" else torch.bfloat16), "the control"
+    assert verify(expanded, probes=Probes(max_new_tokens=0)).passed
 
 
 def test_the_manifest_records_what_was_done(pair_of):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scale_surgery import (
@@ -454,6 +454,34 @@ def test_bad_input_is_refused(expanded: Path, fused: Path, base_of: Callable[...
         with refused("form-fused-not-expanded", fused):
             call()
     assert not out.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.complex64], ids=["scales of MX", "complex"])
+def test_tensors_of_rare_dtypes_are_copied(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    weights = load_file(base / "model.safetensors")
+    save_file(weights | {"model.layers.0.extra": torch.ones(3).to(dtype)}, base / "model.safetensors", {"format": "pt"})
+    wide = shake(expand(base, Request("1-2", variant="adapt"), tmp_path / "wide").path)
+    fused = merge(wide, tmp_path / "fused", probes=Probes(max_new_tokens=0)).path
+    strip(fused, tmp_path / "again")
+    assert digests(tmp_path / "again") == digests(base)
+
+
+def test_biases_of_another_dtype_than_their_weights(tmp_path: Path) -> None:
+    """New biases are stored as those that they are joined with."""
+    base = save_tiny(tmp_path / "base", "qwen2", dtype=torch.bfloat16)
+    weights = load_file(base / "model.safetensors")
+    wider = {name: tensor.float() for name, tensor in weights.items() if name.endswith(".bias")}
+    assert wider
+    save_file(weights | wider, base / "model.safetensors", {"format": "pt"})
+    wide = shake(expand(base, Request("1-2", variant="adapt"), tmp_path / "wide").path)
+    fused = merge(wide, tmp_path / "fused", probes=Probes(max_new_tokens=0)).path
+    merge(fused, tmp_path / "blocks", "blocks")
+    assert {name: digest for name, digest in digests(tmp_path / "blocks").items() if name.endswith(".safetensors")} == {
+        name: digest for name, digest in digests(wide).items() if name.endswith(".safetensors")
+    }
+    strip(fused, tmp_path / "again")
+    assert digests(tmp_path / "again") == digests(base)
 
 
 def test_blocks_in_another_dtype_are_not_cast(base_of: Callable[..., Path], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from scale_surgery import (
     CosineRouter,
     MergedPart,
     PlanError,
+    PosteriorRouter,
     Request,
     TrainingSettings,
     adopt,
@@ -183,6 +184,12 @@ def test_merged_at_0_is_the_base(base_of: Callable[..., Path], tmp_path: Path, t
     assert digests(done.path) == digests(base)
     assert done.form == "stock" and done.drift is None
     assert done.parameters_before + done.differences["strength"] == done.parameters
+    # whatever would keep the expansion from that form
+    wider = learned(base, tmp_path / "wider", REQUESTS["adapt"])
+    routed = route_export(wider, tmp_path / "routed", PosteriorRouter()).path
+    assert digests(merge(routed, tmp_path / "again", to, part=NONE).path) == digests(base)
+    with pytest.raises(PlanError):
+        merge(routed, tmp_path / "never", to)
 
 
 @pytest.mark.parametrize(
