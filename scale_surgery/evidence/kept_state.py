@@ -26,7 +26,8 @@ class KeptState:
     Attributes:
         tokens: Tokens in the state.
         read: Tokens that the model has read.
-        weight_difference: Largest difference of a path's weight from the same tokens read at once, without a KV cache.
+        weight_difference: Largest difference of a path's weight from the same tokens read at once, without a KV cache;
+            of a hard router, how far its choice then lies behind the heaviest path, in nats.
         rounding: Difference that rounding of the logits can explain.
     """
 
@@ -80,6 +81,11 @@ def measure_kept_state(model: Any, batch: Batch, device: str, rounding: float) -
     mask = torch.cat((mask, mask.new_ones(len(mask), WRITTEN)), 1)
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     at_once = model.score_tokens(ids, attention_mask=mask, position_ids=positions).weights[:, -1]
-    difference = (state.values[:, :, -1, 0].float().exp() - at_once).abs().max()
+    kept = state.values[:, :, -1, 0].float()
+    if model.choice.router.is_hard:
+        # what it keeps is not shown: how far does the path that it chooses lie behind there?
+        difference = (kept.amax(-1) - kept.gather(-1, at_once.argmax(-1, keepdim=True))[:, 0]).max()
+    else:
+        difference = (kept.exp() - at_once).abs().max()
     # a weight moves by at most a quarter of the change of its log odds, and both paths are rounded
     return KeptState(state.seen, read, float(difference), max(LEAST_DIFFERENCE, rounding / 2))

@@ -292,7 +292,7 @@ class ExpandedHead(ExpandedModule):
         context = self.active.now()
         if context.answer is not None:
             return context.answer(x)
-        if context.choice.router is not None or context.choice.rows:
+        if len(context.paths.paths) > 1:
             raise ValueError(
                 "The head is called by itself, and several paths run: only the model's own forward combines their "
                 "logits. Call the model, or choose one path: model.use_expansion(NAME)."

@@ -105,21 +105,23 @@ def test_what_never_learns_is_what_the_plan_says(base_of: Any, tmp_path: Any, fa
 
 
 @pytest.mark.parametrize(
-    ("model_type", "init_w22"),
+    ("model_type", "init_w22", "heads"),
     mostly(
-        product(("nemotron", "cohere"), ("zero", "random")), (("nemotron", "zero"), ("cohere", "random")).__contains__
+        product(("nemotron", "cohere"), ("zero", "random"), (0, 1)),
+        (("nemotron", "zero", 0), ("nemotron", "random", 0), ("cohere", "random", 1)).__contains__,
     ),
 )
 def test_what_never_learns_behind_a_norm_that_centres(
-    tmp_path: Any, model_type: str, init_w22: Literal["zero", "random"]
+    tmp_path: Any, model_type: str, init_w22: Literal["zero", "random"], heads: int
 ) -> None:
     """A bias of the norm learns where W22 reads it, and makes W12 and W22 learn; Cohere's norm has none."""
     base = write_base(twin_config(model_type), torch.float32, tmp_path / "base")
-    request = Request("1", variant="adapt", collaborate="both", init_w22=init_w22)
+    # by default this twin of Nemotron gets no new heads, so that no W22 reads the first norm
+    request = Request("1", variant="adapt", collaborate="both", init_w22=init_w22, up_kv_heads=heads)
     expansion = expand(base, request, tmp_path / "wide")
     idle = {tensor.name for tensor in idle_tensors(expansion.plan)}
     assert unchanged(expansion.path) == idle
-    assert (len(idle) == 1) == (model_type == "nemotron" and init_w22 == "random")
+    assert (len(idle) == 1) == (model_type == "nemotron" and init_w22 == "random" and heads == 1)
 
 
 @pytest.mark.slow

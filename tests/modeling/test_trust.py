@@ -23,7 +23,7 @@ from tests.tiny import save_tiny
 PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
 STANDARD_LIBRARY = {
     *("__future__", "collections", "contextlib", "copy", "dataclasses", "difflib", "functools", "importlib", "inspect"),
-    *("math", "re", "threading", "typing"),
+    *("math", "re", "threading", "typing", "weakref"),
 }
 # no files, no network, no processes, no code from texts
 FORBIDDEN_CALLS = {"open", "eval", "exec", "compile", "__import__", "input", "getenv", "system", "popen", "load"}
@@ -54,7 +54,7 @@ def test_exported_code_is_as_small_as_the_page_says() -> None:
     expanded = [file for file in CODE_FILES if file.startswith("expanded_")]
     assert [len(CODE_FILES), len(expanded)] == [int(counted[1]), int(counted[2])]
     assert len(STANDARD_LIBRARY - {"__future__"}) == int(modules[1])
-    for files, lines in ((CODE_FILES, int(counted[3].replace(",", ""))), (FUSED_CODE_FILES, 1100)):
+    for files, lines in ((CODE_FILES, int(counted[3].replace(",", ""))), (FUSED_CODE_FILES, 1150)):
         assert sum(len(modeling.code_text(file).splitlines()) for file in files) < lines
     # the only module that is imported by its name is one that transformers has loaded already
     importing_files = [file for file in EXPORTED if "import_module(" in modeling.code_text(file)]
