@@ -24,11 +24,11 @@ from benchmarks.make_checkpoint import SPREAD, Shape, make_checkpoint, tensor_sh
 from scale_surgery import Request, RunOptions, expand, register
 from scale_surgery.surgery.merge import merge
 
+# with new heads, which are no default
+RANDOM: Any = {"up_kv_heads": 1, "init_w21": "random", "init_w22": "random", "init_embedding": "zero"}
 REQUESTS = {
-    "preserve": Request("all", init_w21="random", init_w22="random", init_embedding="zero"),
-    "adapt": Request(
-        "all", variant="adapt", collaborate="both", init_w21="random", init_w22="random", init_embedding="zero"
-    ),
+    "preserve": Request("all", **RANDOM),
+    "adapt": Request("all", variant="adapt", collaborate="both", **RANDOM),
 }
 INNER_STEP = 8
 
