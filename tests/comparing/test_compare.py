@@ -133,10 +133,12 @@ def test_own_samples_begin_as_asked(texts: dict[str, Path], tmp_path: Path) -> N
     arguments: Any = (SHIPPED_MODEL, texts["new"], texts["old"], tmp_path / "out", settings)
     forecasts: list[Any] = []
     done = compare(*arguments, start=CompareStart(forecast=forecasts.append))
-    assert done.begun == forecasts[0].begun == "continuing 2 prompts"
-    assert "sampled (continuing 2 prompts)" in (tmp_path / "out" / PAGE).read_text("utf-8")
+    assert forecasts[0].begun == "continuing 2 prompts"
+    # one sample is enough for so few tokens
+    assert done.begun == "continuing 1 prompt"
+    assert "sampled (continuing 1 prompt)" in (tmp_path / "out" / PAGE).read_text("utf-8")
     samples = [json.loads(line)["text"] for line in (tmp_path / "out" / SAMPLES).read_text("utf-8").splitlines()]
-    assert samples and all(text.startswith(("<s>Once there was", "<s>Nobody knows")) for text in samples)
+    assert len(samples) == 1 and samples[0].startswith(("<s>Once there was", "<s>Nobody knows"))
     assert compare(*arguments) == done
     asked.write_text("Once there was\n", encoding="utf-8")
     with refused("comparison-of-other-settings", tmp_path / "out", CheckpointError):
