@@ -219,8 +219,11 @@ class ActiveExpansions:
         Raises:
             RuntimeError: If modules of the model are called by themselves, and the base trains.
         """
-        model = None if self.model is None else self.model()
-        if self.thread.context is None and model is not None and model.base_trains():
+        # in each step of a training there is a context
+        if self.thread.context is not None or self.model is None:
+            return
+        model = self.model()
+        if model is not None and model.base_trains():
             raise RuntimeError(
                 "Weights of the base train, and modules of the model are called by themselves: their gradients would "
                 "stop where nothing new trains. Call the model, as model(input_ids)."

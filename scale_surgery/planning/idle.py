@@ -26,8 +26,8 @@ def idle_tensors(plan: Plan) -> tuple[TensorPlan, ...]:
     reading = [kind.blocks[0], *(block for block in kind.blocks[1:] if block.norm and block.norm == norm)]
     linears = [linear.name for block in reading for linear in block.linears if linear.reads == "residual"]
 
-    def has(modules: Iterable[str], part: str) -> bool:
-        ends = tuple(named(module, part) for module in modules)
+    def has(names: Iterable[str], part: str) -> bool:
+        ends = tuple(named(name, part) for name in names)
         return any(tensor.name.endswith(ends) for tensor in plan.tensors)
 
     # W12 and W22 of the linears that read zeros, such as q, k and v, stay as they are, and so does the norm before

@@ -136,6 +136,7 @@ def compose(
         refuse_differing(extract, f"{name}: {source.name}", differing, len(alone.tensors), "base-differs-compose")
         check_own_files(extract, track)
         _check_tokens(extract, given, source)
+    warnings = tuple(line for each in opened.values() for line in other_computation(each, alone.config, source.name))
     beside, disputed = _find_beside(opened, given)
     state = {
         "compose": {name: [dict(record.tensors), record.plan.to_json()] for name, record in expansions.items()},
@@ -164,7 +165,7 @@ def compose(
         bytes_added=bytes_added,
         left_out=tuple(dict.fromkeys((*given.left_out, *written.left_out, *disputed))),
         removed=remove,
-        warnings=tuple(line for each in opened.values() for line in other_computation(each, alone.config, source.name)),
+        warnings=warnings,
     )
 
 

@@ -88,9 +88,8 @@ class Conversation:
         except DataError as error:
             raise DataError(Problem("chat-template-fails", self.subject.name, *error.problems)) from error
         shaped = list(map(form.shape, messages))
-        ids: list[int] = tokenizer.apply_chat_template(shaped, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        filled = tokenizer.apply_chat_template(shaped, add_generation_prompt=True, return_dict=True)
+        ids: list[int] = filled["input_ids"]
         return ids
 
 

@@ -315,10 +315,11 @@ class Server(Serve):
         self._generation_state._generate_managers[name] = OnePath(
             self.thread, model, self.paths[name], continues_prompt=handler is self._completion_handler
         )
-        reader = copy(self.readers.get(name, processor))
+        tokenizer = self.readers.get(name, processor)
+        reader = copy(tokenizer)
         # a processor of images reads parts alone
-        if hasattr(reader, "get_chat_template"):
-            reader.apply_chat_template = partial(_fill_template, self.readers.get(name, processor))
+        if hasattr(tokenizer, "get_chat_template"):
+            reader.apply_chat_template = partial(_fill_template, tokenizer)
         return name, model, reader
 
 
